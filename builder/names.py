@@ -1,0 +1,55 @@
+"""Names of the graph's inputs and outputs: what the builder writes and the runtime binds.
+
+Symbols as in `ops.py`; S is the number of tokens of a step, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+# Every step
+INPUT_IDS = "input_ids"  # int64 [B, S]
+POSITION_IDS = "position_ids"  # int64 [B, S], the true positions
+N_NEW = "n_new"  # int32 [B], real tokens of this step; 0 leaves the slot untouched
+PAST_LENS = "past_lens"  # int32 [L, B], valid rows of each layer before the step
+LOGITS = "logits"  # float32 [B, V], of each sequence's last real token
+
+# Evicting slots only (E = 0 in every other step)
+EVICT_SLOTS = "evict_slots"  # int32 [E]
+TOKENS_SEEN = "tokens_seen"  # int32 [E], true tokens including this step's
+UNIT_IDS = "unit_ids"  # int32 [L, E, R, N]
+BUDGET = "budget"  # int32 [L, E, R]
+PIN_SPANS = "pin_spans"  # int32 [E, P, 2]
+EVICTION_SEED = "eviction_seed"  # int32 [E, 2]
+EVICTION_STEP = "eviction_step"  # int32 [E]
+KEEP = "keep"  # int32 [L, E, R, N]
+KEEP_LEN = "keep_len"  # int32 [L, E, R]
+COVERAGE = "coverage"  # float32 [L, E, R]
+
+
+def past_key(layer: int) -> str:
+    """Return the name of the layer's key cache input [B, Hkv, C, D]."""
+    return f"past_key.{layer}"
+
+
+def past_value(layer: int) -> str:
+    """Return the name of the layer's value cache input [B, Hkv, C, D]."""
+    return f"past_value.{layer}"
+
+
+def present_key(layer: int) -> str:
+    """Return the name of the layer's key cache output, bound to the input's memory."""
+    return f"present_key.{layer}"
+
+
+def present_value(layer: int) -> str:
+    """Return the name of the layer's value cache output, bound to the input's memory."""
+    return f"present_value.{layer}"
+
+
+def q_window_in(layer: int) -> str:
+    """Return the name of the layer's query window input [B, W, Hq*D]."""
+    return f"q_window_in.{layer}"
+
+
+def q_window_out(layer: int) -> str:
+    """Return the name of the layer's query window output [B, W, Hq*D]."""
+    return f"q_window_out.{layer}"

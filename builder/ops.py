@@ -1,0 +1,180 @@
+"""The op table: one row per op of the `kvsift` domain, the only place where an op is described.
+
+From a row come the C++ header `plugins/ops.gen.h`, the ONNX schema, `docs/ops.md` and the random
+inputs of the op tests. Symbols in shapes: B slots, E evicting slots, L layers, Hq query heads of
+the window (1 when it is already averaged), Hkv KV heads, D head size, W window queries, C capacity
+in tokens, N candidate units, R rows of scores (1 when a layer shares one set, else Hkv), n draws,
+P pinned spans. A product of symbols is written `Hq*D`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DOMAIN = "kvsift"
+OPSET = 1
+#: Version of the op set; a package records it and the runtime refuses another.
+OPS_VERSION = "1"
+
+DType = Literal["float32", "int32", "T"]
+Value = int | float
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output: dtype `T` is the model's float type (fp32, fp16 or bf16)."""
+
+    name: str
+    dtype: DType
+    shape: tuple[str, ...]
+    doc: str
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An attribute (INT or FLOAT, as TensorRT's importer passes them) with its closed range."""
+
+    name: str
+    default: Value
+    low: Value
+    high: Value
+    doc: str
+    #: For enumerations: the names of the values low, low + 1, ...
+    choices: tuple[str, ...] = ()
+
+    @property
+    def is_int(self) -> bool:
+        """Whether the attribute is an ONNX INT (else FLOAT)."""
+        return isinstance(self.default, int)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: its interface, meaning, equation and source."""
+
+    name: str
+    summary: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    attrs: tuple[Attr, ...]
+    equation: str
+    source: str
+
+    def attr(self, name: str) -> Attr:
+        """Return the attribute called `name`."""
+        return next(a for a in self.attrs if a.name == name)
+
+    def defaults(self) -> dict[str, Value]:
+        """Return every attribute with its default."""
+        return {a.name: a.default for a in self.attrs}
+
+
+HEAD_REDUCE = ("mean_qk", "mean_prob", "per_head")
+WALK_ORDER = ("chronological", "newest_first", "strided")
+INT_MAX = 2**31 - 1
+
+_SLOTS = Tensor("evict_slots", "int32", ("E",), "slot of each evicting sequence; -1 is skipped")
+_LENS = Tensor("lens", "int32", ("E",), "valid rows of each evicting slot in this layer")
+_SEEN = Tensor("tokens_seen", "int32", ("E",), "true tokens so far; the newest is at seen - 1")
+_KEYS = Tensor("keys", "T", ("B", "Hkv", "C", "D"), "key cache of the layer, rotated")
+_IDS = Tensor("unit_ids", "int32", ("E", "R", "N"), "block number or position; -1 is padding")
+_SCORE = Tensor("score", "float32", ("E", "R", "N"), "higher means keep; -inf at padding")
+_BLOCK = Attr("block_size", 32, 1, 4096, "tokens per unit")
+
+_ALL_SCORES = Tensor("score", "float32", ("L", "E", "R", "N"), "scores of all layers")
+_ALL_IDS = Tensor("unit_ids", "int32", ("L", "E", "R", "N"), "unit ids; -1 is padding")
+_BUDGET = Tensor("budget", "int32", ("L", "E", "R"), "units to keep, forced ones included")
+_PINS = Tensor("pin_spans", "int32", ("E", "P", "2"), "pinned positions [start, end); empty: 0, 0")
+_SINK = Attr("sink_units", 1, 0, INT_MAX, "units with id below this are forced")
+_RECENT = Attr(
+    "recent_units", 1, 0, INT_MAX, "newest full units forced; a partial tail always is"
+)
+_MASS = Attr("score_is_mass", 1, 0, 1, "whether a share of the score is a meaningful coverage")
+_SELECTED = (
+    Tensor("keep", "int32", ("L", "E", "R", "N"), "kept unit indices, ascending, then -1"),
+    Tensor("keep_len", "int32", ("L", "E", "R"), "number of kept units"),
+    Tensor("coverage", "float32", ("L", "E", "R"), "kept share of the score, NaN if no mass"),
+)
+_FORCED = (
+    "unit j is forced if id_j < sink_units, id_j >= floor(seen / b) - recent_units, or a pinned "
+    "span meets it; keep_len = min(#valid, max(budget, #forced)); forced first, then the highest "
+    "{key}, ties to the lower index; NaN counts as the lowest"
+)
+
+OPS: tuple[Op, ...] = (
+    Op(
+        "NexusScore",
+        "Windowed block attention plus a short walk that lifts bridge blocks.",
+        (
+            Tensor("q_window", "T", ("B", "W", "Hq*D"), "last W rotated queries, chronological"),
+            _KEYS,
+            _LENS,
+            _IDS,
+            _SEEN,
+            _SLOTS,
+        ),
+        (_SCORE,),
+        (
+            _BLOCK,
+            Attr("head_reduce", 1, 0, 2, "what is averaged over heads", HEAD_REDUCE),
+            Attr("walk_steps", 3, 0, 64, "H, window rows that the walk visits"),
+            Attr("walk_order", 0, 0, 2, "which H rows, in which order", WALK_ORDER),
+            Attr("walk_lambda", 0.5, 0.0, 1e6, "lambda, weight of the walk"),
+            Attr("tie_eps", 1e-6, 0.0, 1.0, "eps, recency ramp that breaks ties"),
+        ),
+        "w = a + lambda * c + eps * r; a = mean of the window rows S; C <- C + (1 + <S_q, C>) S_q; "
+        "c = C / |C|_1; S = rownorm(BlockSum_b(softmax(Q K^T / sqrt(D))))",
+        "arXiv 2606.23961, Eq. 1-5",
+    ),
+    Op(
+        "PhiloxUniform",
+        "Counter-based uniforms: a draw depends on its request's seed and history only.",
+        (
+            _ALL_IDS,
+            Tensor("seed", "int32", ("E", "2"), "64-bit eviction seed, low word first"),
+            Tensor("step", "int32", ("E",), "eviction step of the sequence"),
+        ),
+        (Tensor("u", "float32", ("L", "E", "R", "n", "N"), "uniforms strictly inside (0, 1)"),),
+        (
+            Attr("draws", 5, 1, 1024, "n, draws per unit"),
+            Attr("heads_per_layer", 1, 1, 65536, "Hkv, so that layers do not share counters"),
+        ),
+        "x = Philox4x32-10(key = seed, counter = (id, i // 4, layer * Hkv + row, step))[i % 4]; "
+        "u = ((x >> 9) + 0.5) * 2^-23",
+        "Salmon et al., SC 2011",
+    ),
+    Op(
+        "ReservoirSelect",
+        "Weighted reservoir sampling without replacement, averaged over n draws.",
+        (
+            _ALL_SCORES,
+            Tensor("u", "float32", ("L", "E", "R", "n", "N"), "uniforms in (0, 1)"),
+            _BUDGET,
+            _ALL_IDS,
+            _SEEN,
+            _PINS,
+        ),
+        _SELECTED,
+        (
+            _BLOCK,
+            _SINK,
+            _RECENT,
+            Attr("normalize", 0, 0, 1, "scale the weights of a row to sum 1.5 first"),
+            _MASS,
+        ),
+        "log pi_j = logsumexp_i(ln(u_ij) / max(w_j, 1e-20)) - ln n; " + _FORCED.format(key="pi"),
+        "arXiv 2606.23961, Eq. 6; Efraimidis and Spirakis 2006",
+    ),
+    Op(
+        "TopKSelect",
+        "The units with the highest score of each row.",
+        (_ALL_SCORES, _BUDGET, _ALL_IDS, _SEEN, _PINS),
+        _SELECTED,
+        (_BLOCK, _SINK, _RECENT, _MASS),
+        _FORCED.format(key="score"),
+        "common practice",
+    ),
+)
+
+TABLE: dict[str, Op] = {op.name: op for op in OPS}
