@@ -20,6 +20,7 @@ BUDGET = "budget"  # int32 [L, E, R]
 PIN_SPANS = "pin_spans"  # int32 [E, P, 2]
 EVICTION_SEED = "eviction_seed"  # int32 [E, 2]
 EVICTION_STEP = "eviction_step"  # int32 [E]
+PROMPT_END = "prompt_end"  # int32 [E], 1 at a prompt's end, 0 in decode
 KEEP = "keep"  # int32 [L, E, R, N]
 KEEP_LEN = "keep_len"  # int32 [L, E, R]
 COVERAGE = "coverage"  # float32 [L, E, R]

@@ -1,1 +1,109 @@
-"""placeholder"""
+"""The registry of eviction policies: one file per policy, found by name.
+
+Each module here with a `PRESET` is a policy, each with a `SCORER` adds a scorer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvsift.builder.errors import UsageError, unknown_name
+from kvsift.builder.policies.base import CommonOptions, Options, Policy, Preset, Scope, Scorer
+from kvsift.builder.policies.selectors import SELECTORS
+
+_MODULES = [
+    importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)
+]
+SCORERS: dict[str, Scorer] = {m.SCORER.name: m.SCORER for m in _MODULES if hasattr(m, "SCORER")}
+PRESETS: dict[str, Preset] = {m.PRESET.name: m.PRESET for m in _MODULES if hasattr(m, "PRESET")}
+
+
+def resolve(
+    eviction: str,
+    *,
+    scorer: str | None = None,
+    selector: str | None = None,
+    scope: Scope | None = None,
+    options: dict[str, Any] | None = None,
+) -> Policy:
+    """Return the policy of a preset name, with its scorer, selector, scope or options replaced.
+
+    `options` are the `--set key=value` pairs of the scorer, the selector and `CommonOptions`.
+    Raises UsageError for an unknown name, an option outside its range, or a pair that cannot work.
+    """
+    if eviction not in PRESETS:
+        raise unknown_name("eviction", eviction, PRESETS)
+    preset = PRESETS[eviction]
+    if preset.scope == "none":
+        if scorer or selector or options or scope not in (None, "none"):
+            raise UsageError(f"eviction {eviction!r} keeps everything: it takes no options")
+        return Policy(name=eviction, scorer="none", selector="none", scope="none")
+    if scope == "none":
+        raise UsageError("scope 'none' evicts nothing; use --eviction full")
+    score = _lookup("scorer", scorer or preset.scorer, SCORERS)
+    select = _lookup("selector", selector or preset.selector, SELECTORS)
+    if select.name == "reservoir" and not score.positive:
+        raise UsageError(
+            f"selector 'reservoir' samples by positive weights, and scorer {score.name!r} has none; "
+            f"use --selector topk, or a scorer of: "
+            f"{', '.join(sorted(s.name for s in SCORERS.values() if s.positive))}"
+        )
+    given = {**preset.defaults, **(options or {})}
+    if select.name == "reservoir" and str(given.get("draws")) in ("inf", "infinity"):
+        given.pop("draws")
+        select = SELECTORS["topk"]
+    block_size = _block_size(given.pop("block_size", score.default_block_size))
+    models = (score.options, select.options, CommonOptions)
+    known = [name for model in models for name in model.model_fields]
+    for key in given:
+        if key not in known:
+            raise unknown_name("option", key, [*known, "block_size"])
+    window = score.window(_parse(score.options, given))
+    if "recent_units" not in given:
+        given["recent_units"] = -(-window.rows // block_size)
+    scorer_options, selector_options, common = (_parse(model, given) for model in models)
+    assert isinstance(common, CommonOptions)
+    return Policy(
+        name=eviction,
+        scorer=score.name,
+        selector=select.name,
+        scope=scope or preset.scope,
+        block_size=block_size,
+        window=window.rows,
+        window_heads=window.heads,
+        per_head=score.per_head(scorer_options),
+        needs_order=score.needs_order,
+        scorer_options=scorer_options.model_dump(),
+        selector_options=selector_options.model_dump(),
+        **common.model_dump(),
+    )
+
+
+def _lookup(kind: str, name: str, known: dict[str, Any]) -> Any:
+    if name not in known:
+        raise unknown_name(kind, name, known)
+    return known[name]
+
+
+def _block_size(value: Any) -> int:
+    try:
+        size = int(value)
+    except (TypeError, ValueError):
+        size = 0
+    if not 1 <= size <= 1024 or size & (size - 1):
+        raise UsageError(f"block_size must be a power of two from 1 to 1024, got {value!r}")
+    return size
+
+
+def _parse(model: type[Options], given: dict[str, Any]) -> Options:
+    mine = {key: value for key, value in given.items() if key in model.model_fields}
+    try:
+        return model.model_validate(mine)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"option {key}={first['input']!r}: {first['msg'].lower()}") from None

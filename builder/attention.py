@@ -1,0 +1,116 @@
+"""Attention over the cache with the append: the one place that knows the forms of the graph.
+
+`gqa`: com.microsoft GroupQueryAttention on a shared past/present buffer, the fast form of ONNX
+Runtime on a CPU, which pays for valid rows only. `portable`: standard TensorScatter and Attention
+of opset 24, which pays for capacity. Both append the step's keys and values at each slot's length
+and return [B, S, Hq*D]. Rows beyond the length are written by padding tokens and never read.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import onnx_ir as ir
+
+from kvsift.builder.families import ModelConfig
+from kvsift.builder.graph import INT64, MICROSOFT, GraphBuilder
+
+AttentionForm = Literal["gqa", "portable"]
+
+
+class Attention:
+    """Emits one layer's attention; what all layers share is computed once.
+
+    Parameters: `past_lens` int32 [Lr, B], `step` int64 [1] (S).
+    """
+
+    def __init__(
+        self,
+        g: GraphBuilder,
+        config: ModelConfig,
+        form: AttentionForm,
+        past_lens: ir.Value,
+        step: ir.Value,
+        shared_lens: bool,
+    ) -> None:
+        self._g = g
+        self._config = config
+        self._form = form
+        self._shared = shared_lens
+        past = g.op("Cast", past_lens, to=INT64)
+        total = g.op("Add", past, step)
+        if form == "gqa":
+            last = g.op("Cast", g.op("Sub", total, g.const(1)), to=ir.DataType.INT32)
+            longest = g.op("ReduceMax", total, g.const([1]), keepdims=0)
+            self._rows = (last, g.op("Cast", longest, to=ir.DataType.INT32))
+        else:
+            self._rows = (past, total)
+        self._cached: dict[int, tuple[ir.Value, ir.Value]] = {}
+
+    def _layer_rows(self, layer: int) -> tuple[ir.Value, ir.Value]:
+        index = 0 if self._shared else layer
+        if index not in self._cached:
+            a, b = (self._g.op("Gather", v, self._g.const(index), axis=0) for v in self._rows)
+            self._cached[index] = (a, b)
+        return self._cached[index]
+
+    def emit(
+        self,
+        layer: int,
+        qkv: tuple[ir.Value, ir.Value, ir.Value],
+        past: tuple[ir.Value, ir.Value],
+        present: tuple[ir.Value, ir.Value],
+    ) -> ir.Value:
+        """Append keys and values and attend; q, k rotated, [B, S, heads*D] each."""
+        emit = self._gqa if self._form == "gqa" else self._portable
+        return emit(layer, qkv, past, present)
+
+    def _gqa(
+        self,
+        layer: int,
+        qkv: tuple[ir.Value, ir.Value, ir.Value],
+        past: tuple[ir.Value, ir.Value],
+        present: tuple[ir.Value, ir.Value],
+    ) -> ir.Value:
+        last, longest = self._layer_rows(layer)
+        out = ir.Value(name=f"attention.{layer}")
+        self._g.multi(
+            "GroupQueryAttention",
+            *qkv,
+            *past,
+            last,
+            longest,
+            outputs=[out, *present],
+            domain=MICROSOFT,
+            name=f"attention_{layer}",
+            num_heads=self._config.num_heads,
+            kv_num_heads=self._config.num_kv_heads,
+        )
+        return out
+
+    def _portable(
+        self,
+        layer: int,
+        qkv: tuple[ir.Value, ir.Value, ir.Value],
+        past: tuple[ir.Value, ir.Value],
+        present: tuple[ir.Value, ir.Value],
+    ) -> ir.Value:
+        g, c = self._g, self._config
+        start, total = self._layer_rows(layer)
+        q, k, v = (
+            self._split_heads(x, heads)
+            for x, heads in zip(qkv, (c.num_heads, c.num_kv_heads, c.num_kv_heads), strict=True)
+        )
+        for new, old, out in ((k, past[0], present[0]), (v, past[1], present[1])):
+            g.op("TensorScatter", old, new, start, output=out, axis=2)
+        out = g.op(
+            "Attention", q, *present, None, None, None, total, is_causal=1, name=f"attention_{layer}"
+        )
+        merged = g.op("Transpose", out, perm=[0, 2, 1, 3])
+        return g.op("Reshape", merged, g.const([0, 0, c.num_heads * c.head_dim]))
+
+    def _split_heads(self, x: ir.Value, heads: int) -> ir.Value:
+        """Return [B, heads, S, D] from [B, S, heads*D]."""
+        g = self._g
+        split = g.op("Reshape", x, g.const([0, 0, heads, self._config.head_dim]))
+        return g.op("Transpose", split, perm=[0, 2, 1, 3])

@@ -1,0 +1,233 @@
+"""The decoder graph: prefill chunks and decode steps, with the eviction nodes after the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from kvsift.builder import eviction, names
+from kvsift.builder.attention import Attention, AttentionForm
+from kvsift.builder.families import ModelConfig
+from kvsift.builder.graph import (
+    FLOAT,
+    INT32,
+    INT64,
+    IR_VERSION,
+    GraphBuilder,
+    value,
+)
+from kvsift.builder.linear import Linear, WeightFile, concat_rows
+from kvsift.builder.ops import DOMAIN, OPSET
+from kvsift.builder.policies.base import Policy
+from kvsift.builder.weights import WeightSource
+
+
+class Decoder:
+    """Emits the whole graph of one model and policy, layer by layer.
+
+    `shared_lens`: all layers keep equally many rows, so `past_lens` is [1, B]. `all_logits`:
+    logits of every token, float32 [B, S, V], as evaluation needs, else of the last, [B, V].
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        policy: Policy,
+        weights: WeightFile,
+        linear: Linear,
+        *,
+        form: AttentionForm = "gqa",
+        shared_lens: bool = True,
+        all_logits: bool = False,
+    ) -> None:
+        self.config: ModelConfig = source.config
+        self._source = source
+        self._policy = policy
+        self._weights = weights
+        self._linear = linear
+        self._form = form
+        self._shared_lens = shared_lens
+        self._all_logits = all_logits
+        self._g = GraphBuilder()
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+
+    def build(self) -> ir.Model:
+        """Emit the graph and return the model; weights are written on the way."""
+        g, c = self._g, self.config
+        ids = self._input(names.INPUT_IDS, INT64, ("B", "S"))
+        positions = self._input(names.POSITION_IDS, INT64, ("B", "S"))
+        n_new = self._input(names.N_NEW, INT32, ("B",))
+        past_lens = self._input(
+            names.PAST_LENS, INT32, (1 if self._shared_lens else c.num_layers, "B")
+        )
+        step = g.op("Shape", ids, start=1, end=2)
+        attention = Attention(g, c, self._form, past_lens, step, self._shared_lens)
+        lens = g.op("Add", past_lens, n_new)
+        rotation = self._rotation(positions)
+        window_at = self._window_rows(n_new)
+        embedding = self._weight("model.embed_tokens.weight")
+        x = g.op("Gather", embedding, ids)
+        layers = []
+        for i in range(c.num_layers):
+            x, state = self._layer(i, x, attention, rotation, window_at, lens)
+            layers.append(state)
+        self._head(x, embedding, n_new)
+        if self._policy.evicts:
+            inputs = eviction.eviction_inputs(c, self._policy)
+            outputs = eviction.eviction_outputs(c, self._policy)
+            self._inputs += inputs
+            eviction.emit_guarded(g, c, self._policy, inputs, layers, outputs)
+            self._outputs += outputs
+        return self._model()
+
+    def _layer(
+        self,
+        i: int,
+        x: ir.Value,
+        attention: Attention,
+        rotation: tuple[ir.Value, ir.Value],
+        window_at: ir.Value | None,
+        lens: ir.Value,
+    ) -> tuple[ir.Value, eviction.LayerState]:
+        g, c = self._g, self.config
+        prefix = f"model.layers.{i}"
+        q, k, v = self._qkv(i, self._norm(x, f"{prefix}.input_layernorm.weight"))
+        q, k = self._rotate(q, c.num_heads, rotation), self._rotate(k, c.num_kv_heads, rotation)
+        shape = ("B", c.num_kv_heads, "C", c.head_dim)
+        past = tuple(
+            self._input(name(i), FLOAT, shape) for name in (names.past_key, names.past_value)
+        )
+        present = tuple(
+            self._output(name(i), FLOAT, shape) for name in (names.present_key, names.present_value)
+        )
+        out = attention.emit(i, (q, k, v), (past[0], past[1]), (present[0], present[1]))
+        x = g.op("Add", x, self._project(f"{prefix}.self_attn.o_proj", out))
+        y = self._norm(x, f"{prefix}.post_attention_layernorm.weight")
+        x = g.op("Add", x, self._mlp(prefix, y))
+        layer_lens = g.op("Gather", lens, g.const(0 if self._shared_lens else i), axis=0)
+        window = self._window(i, q, window_at)
+        return x, eviction.LayerState(present[0], present[1], window, layer_lens)
+
+    def _qkv(self, i: int, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        g, c = self._g, self.config
+        prefix = f"model.layers.{i}.self_attn"
+        y = self._project(f"{prefix}.qkv", x, [f"{prefix}.{p}_proj" for p in "qkv"], c.qkv_bias)
+        sizes = np.array([c.num_heads, c.num_kv_heads, c.num_kv_heads]) * c.head_dim
+        q, k, v = g.multi("Split", y, g.const(sizes), outputs=3, axis=-1)
+        if c.qk_norm:
+            q = self._head_norm(q, c.num_heads, f"{prefix}.q_norm.weight")
+            k = self._head_norm(k, c.num_kv_heads, f"{prefix}.k_norm.weight")
+        return q, k, v
+
+    def _mlp(self, prefix: str, x: ir.Value) -> ir.Value:
+        g = self._g
+        both = self._project(
+            f"{prefix}.mlp.gate_up", x, [f"{prefix}.mlp.{p}_proj" for p in ("gate", "up")]
+        )
+        gate, up = g.multi("Split", both, outputs=2, axis=-1, num_outputs=2)
+        active = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
+        return self._project(f"{prefix}.mlp.down_proj", active)
+
+    def _project(
+        self, name: str, x: ir.Value, parts: Sequence[str] = (), bias: bool = False
+    ) -> ir.Value:
+        """Append one linear layer of the stacked matrices `parts` (default: `name` itself)."""
+        g, parts = self._g, parts or [name]
+        matrix = concat_rows([self._source.tensor(f"{part}.weight") for part in parts])
+        y = self._linear(g, x, f"{name}.weight", matrix)
+        if not bias:
+            return y
+        added = concat_rows([self._source.tensor(f"{part}.bias") for part in parts])
+        return g.op("Add", y, g.initializer(self._weights.add(f"{name}.bias", added)))
+
+    def _weight(self, name: str) -> ir.Value:
+        return self._g.initializer(self._weights.add(name, self._source.tensor(name)))
+
+    def _norm(self, x: ir.Value, name: str) -> ir.Value:
+        return self._g.op(
+            "RMSNormalization", x, self._weight(name), epsilon=self.config.rms_eps, axis=-1
+        )
+
+    def _head_norm(self, x: ir.Value, heads: int, name: str) -> ir.Value:
+        g, size = self._g, self.config.head_dim
+        split = g.op("Reshape", x, g.const([0, 0, heads, size]))
+        return g.op("Reshape", self._norm(split, name), g.const([0, 0, heads * size]))
+
+    def _rotation(self, positions: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Append cos and sin of the positions' angles, [B, S, D/2]: no table to store."""
+        g, rope = self._g, self.config.rope
+        frequencies = g.const(rope.inv_freq(self.config.head_dim), np.float32)
+        at = g.op("Unsqueeze", g.op("Cast", positions, to=FLOAT), g.const([2]))
+        angles = g.op("Mul", at, frequencies)
+        cos, sin = g.op("Cos", angles), g.op("Sin", angles)
+        if rope.attention_factor != 1.0:
+            factor = g.const(rope.attention_factor, np.float32)
+            cos, sin = g.op("Mul", cos, factor), g.op("Mul", sin, factor)
+        return cos, sin
+
+    def _rotate(
+        self, x: ir.Value, heads: int, rotation: tuple[ir.Value, ir.Value]
+    ) -> ir.Value:
+        return self._g.op("RotaryEmbedding", x, *rotation, num_heads=heads)
+
+    def _window_rows(self, n_new: ir.Value) -> ir.Value | None:
+        """Append the rows of (window ++ step) that make up the next window, int64 [B, W, 1]."""
+        g, size = self._g, self._policy.window
+        if not size:
+            return None
+        start = g.op("Unsqueeze", g.op("Cast", n_new, to=INT64), g.const([1, 2]))
+        return g.op("Add", start, g.const(np.arange(size)[:, None]))
+
+    def _window(self, i: int, q: ir.Value, at: ir.Value | None) -> ir.Value | None:
+        """Append the window's update: it slides by n_new rows."""
+        if at is None:
+            return None
+        g, c = self._g, self.config
+        features = eviction.window_features(c, self._policy)
+        if self._policy.window_heads == "mean":
+            heads = g.op("Reshape", q, g.const([0, 0, c.num_heads, c.head_dim]))
+            q = g.op("ReduceMean", heads, g.const([2]), keepdims=0)
+        shape = ("B", self._policy.window, features)
+        old = self._input(names.q_window_in(i), FLOAT, shape)
+        new = self._output(names.q_window_out(i), FLOAT, shape)
+        joined = g.op("Concat", old, q, axis=1)
+        return g.op("GatherND", joined, at, output=new, batch_dims=1)
+
+    def _head(self, x: ir.Value, embedding: ir.Value, n_new: ir.Value) -> None:
+        g, c = self._g, self.config
+        if not self._all_logits:
+            last = g.op("Sub", g.op("Max", n_new, g.const(1, np.int32)), g.const(1, np.int32))
+            index = g.op("Unsqueeze", g.op("Cast", last, to=INT64), g.const([1]))
+            x = g.op("GatherND", x, index, batch_dims=1)
+        x = self._norm(x, "model.norm.weight")
+        shape = ("B", "S", c.vocab_size) if self._all_logits else ("B", c.vocab_size)
+        logits = self._output(names.LOGITS, FLOAT, shape)
+        name = "model.embed_tokens" if c.tied_embeddings else "lm_head"
+        matrix = self._source.tensor(f"{name}.weight")
+        made = self._linear(g, x, "lm_head.weight", matrix)
+        g.op("Identity", made, output=logits)
+
+    def _input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        made = value(name, dtype, shape)
+        self._inputs.append(made)
+        return made
+
+    def _output(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        made = value(name, dtype, shape)
+        self._outputs.append(made)
+        return made
+
+    def _model(self) -> ir.Model:
+        graph = self._g.graph(self._inputs, self._outputs, "kvsift")
+        graph.opset_imports.update({"com.microsoft": 1, DOMAIN: OPSET})
+        return ir.Model(
+            graph,
+            ir_version=IR_VERSION,
+            producer_name="kvsift",
+            functions=eviction.functions(self.config, self._policy),
+        )
+
+

@@ -1,0 +1,219 @@
+"""Eviction nodes: a scorer per layer, then one selector for all layers.
+
+They stand after the layers, behind `If(Size(evict_slots) > 0)` on targets that run op bodies, so
+that a step without evictions costs one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from kvsift.builder import names
+from kvsift.builder.bodies import Dims, body
+from kvsift.builder.families import ModelConfig
+from kvsift.builder.graph import FLOAT, INT32, GraphBuilder, value
+from kvsift.builder.policies import SCORERS
+from kvsift.builder.policies.base import Policy, ScoreInputs
+from kvsift.builder.policies.nodes import call
+from kvsift.builder.policies.selectors import SELECTORS
+
+@dataclass(frozen=True)
+class LayerState:
+    """What a layer's scorer may read after the step: caches and window, lengths int32 [B]."""
+
+    keys: ir.Value
+    values: ir.Value
+    q_window: ir.Value | None
+    lens: ir.Value
+
+
+def score_rows(config: ModelConfig, policy: Policy) -> int:
+    """Return R: 1 when a layer keeps one set, else the number of KV heads."""
+    return config.num_kv_heads if policy.per_head else 1
+
+
+def window_features(config: ModelConfig, policy: Policy) -> int:
+    """Return the width Hq*D of the query window, 0 when the policy needs none."""
+    heads = {"none": 0, "mean": 1, "all": config.num_heads}[policy.window_heads]
+    return heads * config.head_dim
+
+
+def eviction_inputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
+    """Return the graph inputs that say which slots evict, to what budget, with which seed."""
+    L, R = config.num_layers, score_rows(config, policy)
+    shapes: dict[str, tuple[int | str, ...]] = {
+        names.EVICT_SLOTS: ("E",),
+        names.TOKENS_SEEN: ("E",),
+        names.UNIT_IDS: (L, "E", R, "N"),
+        names.BUDGET: (L, "E", R),
+        names.PIN_SPANS: ("E", "P", 2),
+        names.EVICTION_SEED: ("E", 2),
+        names.EVICTION_STEP: ("E",),
+    }
+    if policy.prefill_selector == "topk" and _draws(policy) > 0:
+        shapes[names.PROMPT_END] = ("E",)
+    if not _needs_philox(policy):
+        del shapes[names.EVICTION_SEED], shapes[names.EVICTION_STEP]
+    return [value(name, INT32, shape) for name, shape in shapes.items()]
+
+
+def eviction_outputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
+    """Return the graph outputs of the selector."""
+    L, R = config.num_layers, score_rows(config, policy)
+    return [
+        value(names.KEEP, INT32, (L, "E", R, "N")),
+        value(names.KEEP_LEN, INT32, (L, "E", R)),
+        value(names.COVERAGE, FLOAT, (L, "E", R)),
+    ]
+
+
+def emit_guarded(
+    g: GraphBuilder,
+    config: ModelConfig,
+    policy: Policy,
+    inputs: Sequence[ir.Value],
+    layers: Sequence[LayerState],
+    outputs: Sequence[ir.Value],
+) -> None:
+    """Append the `If` node; `inputs` and `outputs` as from the functions above."""
+    then = GraphBuilder("then_")
+    selected = emit_selection(then, config, policy, inputs, layers)
+    then_outputs = [_renamed(then, v, o, "then") for v, o in zip(selected, outputs, strict=True)]
+    other = GraphBuilder("else_")
+    L, R = config.num_layers, score_rows(config, policy)
+    empty = (np.zeros((L, 0, R, 0), np.int32), np.zeros((L, 0, R), np.int32))
+    arrays = (*empty, np.zeros((L, 0, R), np.float32))
+    else_outputs = [
+        _renamed(other, other.const(a, a.dtype), o, "else")
+        for a, o in zip(arrays, outputs, strict=True)
+    ]
+    slots = next(v for v in inputs if v.name == names.EVICT_SLOTS)
+    evicts = g.op("Greater", g.op("Size", slots), g.const(0))
+    g.multi(
+        "If",
+        evicts,
+        outputs=outputs,
+        name="evict",
+        then_branch=then.graph([], then_outputs, "evict_then"),
+        else_branch=other.graph([], else_outputs, "evict_else"),
+    )
+
+
+def emit_selection(
+    g: GraphBuilder,
+    config: ModelConfig,
+    policy: Policy,
+    inputs: Sequence[ir.Value],
+    layers: Sequence[LayerState],
+) -> Sequence[ir.Value]:
+    """Append scorers and selector; return keep, keep_len and coverage."""
+    named = {v.name: v for v in inputs}
+    ids, slots = named[names.UNIT_IDS], named[names.EVICT_SLOTS]
+    scorer = SCORERS[policy.scorer]
+    options = scorer.options.model_validate(policy.scorer_options)
+    uniform = _uniform(g, config, policy, named)
+    lens: dict[int, ir.Value] = {}
+    scores = []
+    for index, layer in enumerate(layers):
+        if id(layer.lens) not in lens:
+            lens[id(layer.lens)] = g.op("Gather", layer.lens, slots, axis=0)
+        at = g.const(index)
+        x = ScoreInputs(
+            keys=layer.keys,
+            values=layer.values,
+            q_window=layer.q_window,
+            uniform=g.op("Gather", uniform, at, axis=0) if scorer.needs_uniform else None,
+            lens=lens[id(layer.lens)],
+            unit_ids=g.op("Gather", ids, at, axis=0),
+            tokens_seen=named[names.TOKENS_SEEN],
+            evict_slots=slots,
+        )
+        score = scorer.emit(g, x, options, policy.block_size)
+        scores.append(g.op("Unsqueeze", score, g.const([0])))
+    stacked = g.op("Concat", *scores, axis=0)
+    common = (named[names.BUDGET], ids, named[names.TOKENS_SEEN], named[names.PIN_SPANS])
+    selector = SELECTORS[policy.selector]
+    draws = (uniform,) if _draws(policy) else ()
+    return call(g, selector.op, (stacked, *draws, *common), selector_attributes(policy))
+
+
+def selector_attributes(policy: Policy) -> dict[str, int | float]:
+    """Return the attributes of the policy's selector node."""
+    scorer = SCORERS[policy.scorer]
+    attributes: dict[str, int | float] = {
+        "block_size": policy.block_size,
+        "sink_units": policy.sink_units,
+        "recent_units": policy.recent_units,
+        "score_is_mass": int(scorer.mass),
+    }
+    if policy.selector == "reservoir":
+        attributes["normalize"] = int(policy.scorer != "nexus")
+    return attributes
+
+
+def functions(config: ModelConfig, policy: Policy) -> list[ir.Function]:
+    """Return the bodies of the ops that the policy's nodes call, in standard ONNX."""
+    if not policy.evicts:
+        return []
+    scorer, selector = SCORERS[policy.scorer], SELECTORS[policy.selector]
+    options = scorer.options.model_validate(policy.scorer_options)
+    window_heads = config.num_heads if policy.window_heads == "all" else 1
+    dims = Dims(
+        window_heads=window_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        window=policy.window,
+    )
+    needed = {selector.op: selector_attributes(policy)}
+    if scorer.op:
+        needed[scorer.op] = scorer.attributes(options, policy.block_size)
+    if _needs_philox(policy):
+        needed["PhiloxUniform"] = _philox_attributes(config, policy)
+    return [body(op, attributes, dims) for op, attributes in needed.items()]
+
+
+def _draws(policy: Policy) -> int:
+    """Return the uniforms per unit that the selector reads."""
+    selector = SELECTORS[policy.selector]
+    return selector.draws(selector.options.model_validate(policy.selector_options))
+
+
+def _needs_philox(policy: Policy) -> bool:
+    return _draws(policy) > 0 or SCORERS[policy.scorer].needs_uniform
+
+
+def _philox_attributes(config: ModelConfig, policy: Policy) -> dict[str, int | float]:
+    return {"draws": max(1, _draws(policy)), "heads_per_layer": config.num_kv_heads}
+
+
+def _uniform(
+    g: GraphBuilder, config: ModelConfig, policy: Policy, named: dict[str | None, ir.Value]
+) -> ir.Value | None:
+    """Append the Philox draws of all layers, [L, E, R, n, N].
+
+    At a prompt's end under `prefill_selector=topk` every unit gets the same draws: the priority
+    then rises with the weight alone, which is top-k.
+    """
+    if not _needs_philox(policy):
+        return None
+    inputs = (named[names.UNIT_IDS], named[names.EVICTION_SEED], named[names.EVICTION_STEP])
+    drawn = call(g, "PhiloxUniform", inputs, _philox_attributes(config, policy))[0]
+    if names.PROMPT_END not in named:
+        return drawn
+    one_shot = g.op("Equal", named[names.PROMPT_END], g.const(1, np.int32))
+    shaped = g.op("Reshape", one_shot, g.const([1, -1, 1, 1, 1]))
+    return g.op("Where", shaped, g.const(0.5, np.float32), drawn)
+
+
+def _renamed(g: GraphBuilder, made: ir.Value, like: ir.Value, branch: str) -> ir.Value:
+    """Return `made` as a typed output of a branch."""
+    assert like.shape is not None
+    dims = [d if isinstance(d, int) else f"{branch}_{d}" for d in like.shape]
+    out = ir.Value(name=f"{like.name}_{branch}", type=like.type, shape=ir.Shape(dims))
+    return g.op("Identity", made, output=out)
+
+

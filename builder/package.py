@@ -1,0 +1,183 @@
+"""The engine package on disk: a directory with the graph, its weights, a manifest, a tokenizer.
+
+Written to a temporary sibling and renamed, so that a killed build leaves no half package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvsift.builder.errors import PackageError, UsageError
+from kvsift.builder.families import ModelConfig
+from kvsift.builder.ops import OPS_VERSION
+from kvsift.builder.policies.base import Policy
+
+MANIFEST = "kvsift.json"
+GRAPH = "model.onnx"
+WEIGHTS = "model.data"
+#: Raised whenever an older runtime could misread a package.
+SCHEMA_VERSION = 1
+
+
+class TensorSpec(BaseModel):
+    """Name, ONNX dtype and symbolic shape of a graph input or output."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class FileSpec(BaseModel):
+    """Size and sha256 of a file of the package."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: int
+    sha256: str
+
+
+class Limits(BaseModel):
+    """What the engine was built for; tokens unless said otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_input: int
+    max_output: int
+    max_batch: int
+    #: Density of requests that name none, and the largest that a slot has room for.
+    density: float
+    max_density: float
+    chunk: int = 1024
+
+
+class Manifest(BaseModel):
+    """Everything that the runtime must know of a package."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    kvsift_version: str
+    ops_version: str = OPS_VERSION
+    target: Literal["ort"]
+    attention: Literal["gqa", "portable"]
+    layout: Literal["sequence"] = "sequence"
+    dtype: Literal["float32"] = "float32"
+    quantize: Literal["none", "int8", "int4"]
+    all_logits: bool = False
+    #: Every layer keeps equally many rows, so lengths are [1, B] instead of [L, B].
+    shared_lens: bool = True
+    seed: int = 0
+    model: ModelConfig
+    policy: Policy
+    limits: Limits
+    parameters: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    files: dict[str, FileSpec]
+    built_with: dict[str, str]
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read and check a package's manifest.
+
+    Raises PackageError when it is missing, damaged, of another schema or op set, or when a file
+    is missing or has another size.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise PackageError(
+            f"{directory} is no engine: it has no {MANIFEST}; build one with build_engine -o DIR"
+        )
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackageError(f"{path} is damaged ({error}); rebuild the engine") from None
+    _check_versions(directory, data)
+    try:
+        manifest = Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PackageError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
+    for name, spec in manifest.files.items():
+        file = directory / name
+        size = file.stat().st_size if file.is_file() else -1
+        if size != spec.bytes:
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise PackageError(
+                f"{file} {found}, the manifest says {spec.bytes} bytes; rebuild the engine"
+            )
+    return manifest
+
+
+def _check_versions(directory: Path, data: Any) -> None:
+    if not isinstance(data, dict):
+        raise PackageError(f"{directory / MANIFEST} is no manifest; rebuild the engine")
+    for key, ours, what in (
+        ("schema_version", SCHEMA_VERSION, "package schema"),
+        ("ops_version", OPS_VERSION, "op set"),
+    ):
+        found = data.get(key)
+        if found != ours:
+            made = data.get("kvsift_version", "unknown")
+            raise PackageError(
+                f"{directory} has {what} {found!r} (made by kvsift {made}), this kvsift reads "
+                f"{ours!r}; rebuild it with build_engine"
+            )
+
+
+def verify_hashes(directory: Path, manifest: Manifest) -> None:
+    """Compare every file's sha256 with the manifest; PackageError names the first that differs."""
+    for name, spec in manifest.files.items():
+        if file_spec(directory / name).sha256 != spec.sha256:
+            raise PackageError(f"{directory / name} has changed since it was built; rebuild it")
+
+
+def file_spec(path: Path) -> FileSpec:
+    """Return size and sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return FileSpec(bytes=path.stat().st_size, sha256=digest.hexdigest())
+
+
+@contextmanager
+def new_package(directory: Path, force: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of `directory`, renamed to it when the block succeeds.
+
+    Raises UsageError when `directory` exists and `force` is false, or is no engine package.
+    """
+    if directory.exists():
+        if not (directory / MANIFEST).is_file() and any(directory.iterdir()):
+            raise UsageError(f"{directory} exists and is no engine; choose another -o")
+        if not force and any(directory.iterdir()):
+            raise UsageError(f"{directory} exists; choose another -o or pass --force")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        yield building
+        building.chmod(0o755)
+        if directory.exists():
+            shutil.rmtree(directory)
+        building.rename(directory)
+    finally:
+        if building.exists():
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest as indented JSON."""
+    text = manifest.model_dump_json(indent=1)
+    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")

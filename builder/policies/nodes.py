@@ -1,0 +1,35 @@
+"""Nodes of the op table, written with every attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from kvsift.builder.graph import GraphBuilder
+from kvsift.builder.ops import DOMAIN, TABLE, Value
+
+
+def default(op: str, attribute: str) -> Any:
+    """Return the default of an op's attribute."""
+    return TABLE[op].attr(attribute).default
+
+
+def call(
+    g: GraphBuilder,
+    op: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: dict[str, Value],
+) -> Sequence[ir.Value]:
+    """Append a node of the op table and return its outputs.
+
+    Every attribute is written, since TensorRT's importer only warns of a missing one.
+    """
+    row = TABLE[op]
+    assert len(inputs) == len(row.inputs)
+    assert None not in inputs, f"{op} needs every input"
+    written: dict[str, Value] = row.defaults() | attributes
+    assert written.keys() == row.defaults().keys(), f"{op} has no such attribute"
+    values = {a.name: int(written[a.name]) if a.is_int else float(written[a.name]) for a in row.attrs}
+    return g.multi(op, *inputs, outputs=len(row.outputs), domain=DOMAIN, **values)

@@ -1,0 +1,37 @@
+"""Selectors: the rules that turn scores and a budget into the kept set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from kvsift.builder.policies.base import Options
+from kvsift.builder.policies.nodes import default
+
+
+class ReservoirOptions(Options):
+    """Parameters of weighted reservoir sampling."""
+
+    draws: int = Field(default("PhiloxUniform", "draws"), ge=1, le=1024, description="n")
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A selector op with its options; `draws` is the number of uniforms per unit that it reads."""
+
+    name: str
+    op: str
+    options: type[Options]
+    draws: Callable[[Any], int]
+
+
+SELECTORS = {
+    s.name: s
+    for s in (
+        Selector("reservoir", "ReservoirSelect", ReservoirOptions, lambda o: int(o.draws)),
+        Selector("topk", "TopKSelect", Options, lambda o: 0),
+    )
+}

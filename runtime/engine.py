@@ -1,0 +1,294 @@
+"""The engine: prompts into slots, batched decode steps, evictions where a row is full."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from kvsift.builder.errors import CapacityError, PackageError, UsageError
+from kvsift.builder.package import load_manifest, verify_hashes
+from kvsift.runtime.budgets import BudgetRule, slot_capacity, units_of
+from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.results import GenerationResult
+from kvsift.runtime.seeds import resolve_seeds
+from kvsift.runtime.sequence import Sequence as RunningSequence
+from kvsift.runtime.sessions import Session, Step
+from kvsift.runtime.sessions.ort import OrtSession
+from kvsift.runtime.slots import Slot, compact, evictions, kept_units, move_to
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt (text, or token ids) with its parameters."""
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    eviction: EvictionParams = field(default_factory=EvictionParams)
+    #: Whether the tokenizer adds its special tokens (False for text from a chat template).
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of request number `index`: new text, and the result when it has finished."""
+
+    index: int
+    text: str
+    result: GenerationResult | None = None
+
+
+class Engine:
+    """Loads a package and runs requests on it.
+
+    `max_batch` slots (default: the package's), `threads` for ONNX Runtime, `verify` compares the
+    files' hashes first. Raises PackageError or EngineError when the package cannot run.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        max_batch: int | None = None,
+        threads: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self.manifest = load_manifest(self.directory)
+        if verify:
+            verify_hashes(self.directory, self.manifest)
+        limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
+        self.max_batch = limits.max_batch if max_batch is None else max_batch
+        if not 1 <= self.max_batch <= 1024:
+            raise UsageError(f"max_batch must be in [1, 1024], got {self.max_batch}")
+        self.tokenizer = self._load_tokenizer()
+        capacity = slot_capacity(
+            block_size=policy.block_size,
+            sink_units=policy.sink_units,
+            recent_units=policy.recent_units,
+            max_input=limits.max_input,
+            max_output=limits.max_output,
+            max_density=limits.max_density if policy.evicts else 1.0,
+            max_positions=model.max_positions,
+            scope=policy.scope,
+            min_budget_tokens=policy.min_budget_tokens,
+        )
+        self.budgets = BudgetRule(
+            block_size=policy.block_size,
+            sink_units=policy.sink_units,
+            recent_units=policy.recent_units,
+            density=limits.density if policy.evicts else 1.0,
+            scope=policy.scope,
+            capacity=capacity,
+            max_positions=model.max_positions,
+            min_budget_tokens=policy.min_budget_tokens,
+        )
+        self.session: Session = OrtSession(self.directory, self.manifest, threads)
+        self.cache = self.session.new_cache(self.max_batch, capacity)
+        self.scratch = self.session.new_cache(1, limits.chunk)
+        self._requests = 0
+        #: Fill what is evicted or stale with NaN: tests use it to show that it is never read.
+        self.poison = False
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        model = self.manifest.model
+        return 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+
+    def encode(self, request: Request) -> list[int]:
+        """Return the prompt's token ids; UsageError if it is empty or too long."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            ids = list(
+                self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens).ids
+            )
+        else:
+            ids = [int(i) for i in prompt]
+        vocab, limits = self.manifest.model.vocab_size, self.manifest.limits
+        positions = self.manifest.model.max_positions
+        if not ids or not prompt:
+            raise UsageError("empty prompt: there is nothing to condition on; give some text")
+        if wrong := next((i for i in ids if not 0 <= i < vocab), None):
+            raise UsageError(f"token id {wrong} is outside the vocabulary [0, {vocab})")
+        if len(ids) > positions:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens and the model has {positions} positions; "
+                f"shorten it"
+            )
+        if len(ids) > limits.max_input:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens and the engine was built with --max-input "
+                f"{limits.max_input}; shorten it or rebuild"
+            )
+        return ids
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Update]:
+        """Run requests, as many at once as there are slots, and yield their news in order of time.
+
+        All requests are checked first: a bad one raises before anything runs. Closing the
+        iterator early frees the slots.
+        """
+        waiting = deque(self._prepare(i, r) for i, r in enumerate(requests))
+        running: dict[int, RunningSequence] = {}
+        while waiting or running:
+            while waiting and len(running) < self.max_batch:
+                free = next(i for i in range(self.max_batch) if i not in running)
+                sequence = waiting.popleft()
+                logits = self._prefill(sequence, free)
+                running[free] = sequence
+                yield self._advance(sequence, logits)
+                if sequence.finish_reason:
+                    del running[free]
+            if not running:
+                continue
+            logits = self._decode(list(running.values()))
+            for index, sequence in list(running.items()):
+                yield self._advance(sequence, logits[index])
+                if sequence.finish_reason:
+                    del running[index]
+
+    def generate(self, requests: Iterable[Request]) -> list[GenerationResult]:
+        """Run requests to their end and return the results in their order."""
+        done = {u.index: u.result for u in self.run(requests) if u.result}
+        return [done[i] for i in sorted(done)]
+
+    def _prepare(self, index: int, request: Request) -> RunningSequence:
+        ids = self.encode(request)
+        seeds = resolve_seeds(
+            request.sampling.seed,
+            request.eviction.eviction_seed,
+            self.manifest.seed,
+            self._requests,
+        )
+        self._requests += 1
+        limits = self.manifest.limits
+        if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
+            limits.max_output
+        ):
+            raise CapacityError(
+                f"max_tokens is {request.sampling.max_tokens} and the engine was built with "
+                f"--max-output {limits.max_output}; lower it or rebuild"
+            )
+        budget = self.budgets.units(len(ids), request.eviction, request.sampling.max_tokens)
+        model = self.manifest.model
+        return RunningSequence(
+            index=index,
+            prompt=ids,
+            sampling=request.sampling,
+            seeds=seeds,
+            pins=tuple(request.eviction.pin),
+            budget=budget,
+            tokenizer=self.tokenizer,
+            eos_token_ids=model.eos_token_ids,
+            max_positions=model.max_positions,
+        )
+
+    def _prefill(self, sequence: RunningSequence, index: int) -> Logits:
+        """Read the prompt into the scratch in chunks, evict, and move what stays into a slot."""
+        policy, chunk = self.manifest.policy, self.manifest.limits.chunk
+        ids = sequence.prompt
+        source = self._slot(sequence, 0, units_of(len(ids), policy.block_size))
+        if not policy.in_prefill:
+            source.budget = None
+        if self.manifest.attention == "gqa":  # pays for valid rows only: grow once
+            self.scratch.grow(units_of(len(ids), chunk) * chunk)
+        self.scratch.clear_window(0)
+        kept = None
+        for start in range(0, len(ids), chunk):
+            part = np.array([ids[start : start + chunk]], np.int64)
+            size = part.shape[1]
+            self.scratch.grow(start + chunk)
+            source.append(size)
+            last = start + size == len(ids)
+            evicts = last and source.budget is not None and source.units > source.budget
+            step = Step(
+                input_ids=part,
+                position_ids=np.arange(start, start + size, dtype=np.int64)[None],
+                n_new=np.array([size], np.int32),
+                past_lens=np.array([[start]], np.int32),
+                evictions=evictions([source], self.manifest, True) if evicts else None,
+            )
+            output = self.session.run(self.scratch, step)
+            kept = output.kept
+        if kept is None:
+            layers, rows, _ = source.ids.shape
+            every = np.arange(source.units, dtype=np.int32)
+            units = np.broadcast_to(every, (layers, rows, source.units))
+        else:
+            units = kept_units(kept, 0)
+            source.steps += 1
+            source.coverages.append(float(kept.coverage.mean()))
+        slot = self._slot(sequence, index, self.cache.capacity // policy.block_size)
+        move_to(self.cache, self.scratch, source, slot, units)
+        slot.coverages = source.coverages
+        if self.poison:
+            self.scratch.poison(0, 0)
+            self.cache.poison(index, slot.length)
+        sequence.slot = slot
+        return output.logits[0] if not self.manifest.all_logits else output.logits[0, -1]
+
+    def _decode(self, sequences: list[RunningSequence]) -> Logits:
+        """Run one token of every sequence; rows of the result are slots."""
+        batch = 1 + max(s.slot.index for s in sequences)
+        ids = np.zeros((batch, 1), np.int64)
+        positions = np.zeros((batch, 1), np.int64)
+        n_new = np.zeros(batch, np.int32)
+        past = np.zeros((1, batch), np.int32)
+        full = []
+        for sequence in sequences:
+            slot = sequence.slot
+            ids[slot.index] = sequence.tokens[-1]
+            positions[slot.index] = slot.seen
+            n_new[slot.index] = 1
+            past[0, slot.index] = slot.length
+            slot.append(1)
+            if self.manifest.policy.in_decode and slot.is_full():
+                full.append(slot)
+        step = Step(ids, positions, n_new, past)
+        if full:
+            step.evictions = evictions(full, self.manifest, False)
+        output = self.session.run(self.cache, step)
+        if output.kept is not None:
+            for e, slot in enumerate(full):
+                units = kept_units(output.kept, e)
+                compact(self.cache, slot, units, self.manifest.policy.needs_order)
+                slot.steps += 1
+                slot.coverages.append(float(output.kept.coverage[:, e].mean()))
+                if self.poison:
+                    self.cache.poison(slot.index, slot.length)
+        return output.logits if not self.manifest.all_logits else output.logits[:, -1]
+
+    def _advance(self, sequence: RunningSequence, logits: Logits) -> Update:
+        """Choose the next token of a sequence and report what is new."""
+        text = sequence.advance(logits, time.perf_counter())
+        result = sequence.result(self.kv_bytes_per_token) if sequence.finish_reason else None
+        return Update(sequence.index, text, result)
+
+    def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
+        policy, model = self.manifest.policy, self.manifest.model
+        rows = model.num_kv_heads if policy.per_head else 1
+        return Slot(
+            index=index,
+            ids=np.full((model.num_layers, rows, units), -1, np.int32),
+            block_size=policy.block_size,
+            budget=sequence.budget,
+            interval=policy.decode_interval,
+            seed=sequence.seeds.eviction,
+            pins=sequence.pins,
+        )
+
+    def _load_tokenizer(self) -> Tokenizer:
+        path = self.directory / "tokenizer.json"
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise PackageError(f"{path} cannot be read ({error}); rebuild the engine") from None

@@ -1,0 +1,108 @@
+"""A request while it runs: its tokens, text and clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from kvsift.runtime.params import SamplingParams
+from kvsift.runtime.results import FinishReason, GenerationResult, Timings
+from kvsift.runtime.sampling import Sampler, TokenLogprobs
+from kvsift.runtime.seeds import Seeds
+from kvsift.runtime.slots import Slot
+from kvsift.runtime.text import TextStream
+
+
+class Sequence:
+    """State of one request between steps; `slot` is set when its prompt has been read."""
+
+    slot: Slot
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        prompt: Seq[int],
+        sampling: SamplingParams,
+        seeds: Seeds,
+        pins: tuple[tuple[int, int], ...],
+        budget: int | None,
+        tokenizer: Tokenizer,
+        eos_token_ids: Seq[int],
+        max_positions: int,
+    ) -> None:
+        self.index = index
+        self.prompt = list(prompt)
+        self.sampling = sampling
+        self.seeds = seeds
+        self.pins = pins
+        self.budget = budget
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._room = min(sampling.max_tokens, max_positions - len(self.prompt))
+        self._stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._stops |= set(eos_token_ids)
+        self._stream = TextStream(tokenizer, sampling.stop)
+        self._sampler = Sampler(sampling, seeds.sampling)
+        self._logprobs: list[TokenLogprobs] = []
+        self._begin = time.perf_counter()
+        self._times: list[float] = []
+
+    def advance(self, logits: NDArray[np.float32], now: float) -> str:
+        """Choose the next token from logits [V] and return the text that became certain."""
+        if self._room == 0:
+            self.finish_reason = "length"
+            return self._stream.finish()
+        history = np.array(self.prompt + self.tokens, np.int64)
+        choice = self._sampler.next(logits, history)
+        self.tokens.append(choice.token)
+        self._times.append(now)
+        if choice.logprobs is not None:
+            self._logprobs.append(choice.logprobs)
+        if choice.token in self._stops:
+            self.finish_reason = "stop"
+            return self._stream.finish()
+        text = self._stream.push(choice.token)
+        if self._stream.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self._room:
+            self.finish_reason = "length"
+            text += self._stream.finish()
+            if self._stream.stopped:
+                self.finish_reason = "stop"
+        return text
+
+    def result(self, kv_bytes_per_token: int) -> GenerationResult:
+        """Return the finished request's result."""
+        slot = self.slot
+        finite = [c for c in slot.coverages if math.isfinite(c)]
+        size = slot.block_size
+        assert self.finish_reason is not None
+        return GenerationResult(
+            text=self._stream.text,
+            token_ids=tuple(self.tokens),
+            finish_reason=self.finish_reason,
+            logprobs=tuple(self._logprobs) if self.sampling.logprobs is not None else None,
+            prompt_tokens=len(self.prompt),
+            seed=self.seeds.sampling,
+            eviction_seed=self.seeds.eviction,
+            budget_tokens=None if slot.budget is None else slot.budget * size,
+            kept_tokens=slot.length,
+            coverage=finite[-1] if finite else None,
+            kv_bytes=slot.length * kv_bytes_per_token,
+            kv_bytes_dense=slot.seen * kv_bytes_per_token,
+            evictions=slot.steps,
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> Timings:
+        end = self._times[-1] if self._times else time.perf_counter()
+        first = self._times[0] - self._begin if self._times else math.nan
+        gaps = tuple(b - a for a, b in zip(self._times, self._times[1:], strict=False))
+        return Timings(ttft_s=first, itl_s=gaps, total_s=end - self._begin)

@@ -1,0 +1,153 @@
+"""The ONNX Runtime session: caches stay in place, only small inputs change between steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from kvsift.builder import names
+from kvsift.builder.errors import EngineError
+from kvsift.builder.package import GRAPH, Manifest
+from kvsift.runtime.cache import KVCache
+from kvsift.runtime.sessions import Evictions, Kept, Step, StepOutput
+
+#: Causal attention over a partly filled cache is silently wrong in older versions.
+MIN_ORT = (1, 28)
+
+
+class OrtSession:
+    """Runs a package's graph on the CPU.
+
+    `threads` is ONNX Runtime's intra-op thread count, None for its own choice. Raises EngineError
+    when ONNX Runtime is too old or refuses the graph.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, threads: int | None = None) -> None:
+        found = tuple(int(part) for part in ort.__version__.split(".")[:2])
+        if found < MIN_ORT:
+            raise EngineError(
+                f"onnxruntime {ort.__version__} computes wrong attention; "
+                f"pip install 'onnxruntime>={MIN_ORT[0]}.{MIN_ORT[1]}'"
+            )
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.inter_op_num_threads = 1
+        if threads:
+            options.intra_op_num_threads = threads
+        try:
+            self._session = ort.InferenceSession(
+                str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            raise EngineError(
+                f"ONNX Runtime {ort.__version__} refuses {directory / GRAPH}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        self._manifest = manifest
+        self._inputs = {spec.name for spec in manifest.inputs}
+        self._rows = manifest.model.num_kv_heads if manifest.policy.per_head else 1
+        self._bindings: WeakKeyDictionary[KVCache, dict[tuple[int, int], Any]] = WeakKeyDictionary()
+        self._empty = self._no_evictions()
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        """Return an empty host cache."""
+        return KVCache(self._manifest, slots, capacity)
+
+    def run(self, cache: KVCache, step: Step) -> StepOutput:
+        """Run one step in place on the first B slots of `cache`."""
+        batch, size = step.input_ids.shape
+        binding = self._binding(cache, batch)
+        for name, array in (
+            (names.INPUT_IDS, step.input_ids),
+            (names.POSITION_IDS, step.position_ids),
+            (names.N_NEW, step.n_new),
+            (names.PAST_LENS, step.past_lens),
+        ):
+            binding.bind_ortvalue_input(name, _shared(array))
+        vocab = self._manifest.model.vocab_size
+        shape = (batch, size, vocab) if self._manifest.all_logits else (batch, vocab)
+        logits = np.empty(shape, np.float32)
+        binding.bind_ortvalue_output(names.LOGITS, _shared(logits))
+        kept = self._bind_evictions(binding, step.evictions)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise EngineError(f"the step failed: {str(error).splitlines()[0]}") from error
+        return StepOutput(logits, kept)
+
+    def _binding(self, cache: KVCache, batch: int) -> Any:
+        """Return the binding of the first `batch` slots, whose cache memory is bound once."""
+        known = self._bindings.setdefault(cache, {})
+        key = (batch, cache.capacity)
+        if key not in known:
+            known.clear()
+            binding = self._session.io_binding()
+            pairs = [(names.past_key, names.present_key, cache.keys)]
+            pairs.append((names.past_value, names.present_value, cache.values))
+            if cache.windows:
+                pairs.append((names.q_window_in, names.q_window_out, cache.windows))
+            for past, present, arrays in pairs:
+                for layer, array in enumerate(arrays):
+                    shared = _shared(array[:batch])
+                    binding.bind_ortvalue_input(past(layer), shared)
+                    binding.bind_ortvalue_output(present(layer), shared)
+            known[key] = binding
+        return known[key]
+
+    def _bind_evictions(self, binding: Any, evictions: Evictions | None) -> Kept | None:
+        if not self._manifest.policy.evicts:
+            return None
+        x = evictions or self._empty
+        for name, array in (
+            (names.EVICT_SLOTS, x.slots),
+            (names.TOKENS_SEEN, x.tokens_seen),
+            (names.UNIT_IDS, x.unit_ids),
+            (names.BUDGET, x.budget),
+            (names.PIN_SPANS, x.pin_spans),
+            (names.EVICTION_SEED, x.seed),
+            (names.EVICTION_STEP, x.step),
+            (names.PROMPT_END, x.prompt_end),
+        ):
+            if name in self._inputs:
+                binding.bind_ortvalue_input(name, _shared(array))
+        kept = Kept(
+            np.full(x.unit_ids.shape, -1, np.int32),
+            np.zeros(x.budget.shape, np.int32),
+            np.zeros(x.budget.shape, np.float32),
+        )
+        for name, array in (
+            (names.KEEP, kept.keep),
+            (names.KEEP_LEN, kept.keep_len),
+            (names.COVERAGE, kept.coverage),
+        ):
+            binding.bind_ortvalue_output(name, _shared(array))
+        return kept if evictions else None
+
+    def _no_evictions(self) -> Evictions:
+        """Return the inputs of a step in which nothing is evicted (E = 0)."""
+        layers = self._manifest.model.num_layers
+
+        def zeros(*shape: int) -> NDArray[np.int32]:
+            return np.zeros(shape, np.int32)
+
+        return Evictions(
+            slots=zeros(0),
+            tokens_seen=zeros(0),
+            unit_ids=zeros(layers, 0, self._rows, 0),
+            budget=zeros(layers, 0, self._rows),
+            pin_spans=zeros(0, 1, 2),
+            seed=zeros(0, 2),
+            step=zeros(0),
+            prompt_end=zeros(0),
+        )
+
+
+def _shared(array: NDArray[Any]) -> ort.OrtValue:
+    """Return an OrtValue on the array's own memory, which must be contiguous."""
+    assert array.flags.c_contiguous
+    return ort.OrtValue.ortvalue_from_numpy(array)
