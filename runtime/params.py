@@ -1,0 +1,188 @@
+"""What a request may ask for, checked where it enters: sampling and eviction parameters."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvsift.builder.errors import UsageError
+from kvsift.runtime.seeds import check_seed
+
+INT32_MAX = 2**31 - 1
+Span = tuple[int, int]
+
+
+def _show(value: object) -> str:
+    """Return a short one-line form of a refused value."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _set(instance: object, name: str, value: object) -> None:
+    """Store a normalised value in a frozen dataclass."""
+    object.__setattr__(instance, name, value)
+
+
+def _integer(name: str, value: object, low: int, fix: str, high: int | None = None) -> int:
+    """Return `value` as an int in [low, high]; bool and everything not integral is refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise UsageError(
+            f"{name} must be an integer, got {_show(value)} ({type(value).__name__}); {fix}"
+        )
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise UsageError(f"{name} must be {allowed}, got {number}; {fix}")
+    return number
+
+
+def _number(name: str, value: object, allowed: str, fix: str) -> float:
+    """Return `value` as a float (it may be NaN or infinite); bool and text are refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise UsageError(
+            f"{name} must be a number {allowed}, got {_show(value)} ({type(value).__name__}); {fix}"
+        )
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond the largest double; every range ends below it
+        return math.inf
+
+
+def _in_range(name: str, value: object, inside: str, fix: str) -> float:
+    """Return `value` if it lies in the interval written as in "(0, 1]" or "[0, inf)"."""
+    number = _number(name, value, f"in {inside}", fix)
+    low, high = (float(end) for end in inside[1:-1].split(","))
+    above = number > low or (inside[0] == "[" and number == low)
+    below = number < high or (inside[-1] == "]" and number == high)
+    if not (above and below):  # NaN compares false with everything, so it ends here too
+        raise UsageError(f"{name} must be in {inside}, got {number:g}; {fix}")
+    return number
+
+
+def _items(name: str, value: object, kind: str) -> list[object]:
+    """Return the elements of a list-like value; None stands for the empty list."""
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise UsageError(
+            f"{name} must be a list of {kind}, got {_show(value)} ({type(value).__name__}); "
+            "put it in brackets"
+        )
+    return list(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when generation ends; raises UsageError if out of range.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    `logprobs` is the number of alternatives reported beside the chosen token (0: the chosen one
+    only, None: nothing). A single `stop` string may be given bare. Lists are kept as tuples.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        fix = "use 0 to read the prompt only"
+        _set(self, "max_tokens", _integer("max_tokens", self.max_tokens, 0, fix))
+        fix = "0 is greedy, 0.7 is usual"
+        _set(self, "temperature", _in_range("temperature", self.temperature, "[0, inf)", fix))
+        _set(self, "top_k", _integer("top_k", self.top_k, 0, "use 0 to switch it off"))
+        _set(self, "top_p", _in_range("top_p", self.top_p, "(0, 1]", "use 1 to switch it off"))
+        _set(self, "min_p", _in_range("min_p", self.min_p, "[0, 1]", "use 0 to switch it off"))
+        penalty = _in_range(
+            "repetition_penalty", self.repetition_penalty, "(0, inf)", "use 1 to switch it off"
+        )
+        _set(self, "repetition_penalty", penalty)
+        _set(self, "stop", self._stop_strings())
+        ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
+        fix = "give ids of the model's vocabulary"
+        _set(self, "stop_token_ids", tuple(_integer("stop_token_ids", i, 0, fix) for i in ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(
+                f"ignore_eos must be true or false, got {_show(self.ignore_eos)}; "
+                "use true to go on past the end-of-text token"
+            )
+        if self.logprobs is not None:
+            fix = "leave it out for no log probabilities"
+            _set(self, "logprobs", _integer("logprobs", self.logprobs, 0, fix))
+        if self.seed is not None:
+            _set(self, "seed", check_seed("seed", self.seed))
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings; UsageError for an empty one or one that is not text."""
+        given = self.stop
+        items = [given] if isinstance(given, str) else _items("stop", given, "strings")
+        for item in items:
+            if not isinstance(item, str):
+                raise UsageError(
+                    f"stop must be a list of strings, got {_show(item)} ({type(item).__name__}); "
+                    "use stop_token_ids for token ids"
+                )
+            if not item:
+                raise UsageError(
+                    "empty stop string in stop; it would end every answer at once, leave it out"
+                )
+        return tuple(str(item) for item in items)
+
+
+@dataclass(frozen=True)
+class EvictionParams:
+    """How much of the KV cache a request keeps; raises UsageError if out of range.
+
+    None means the engine's own value. `density` is the kept share of the prompt in (0, 1], 1.0
+    switches eviction off; `budget_tokens` is an absolute budget instead of it, to which
+    `min_budget_tokens` does not apply. `pin` lists token spans [start, end) of the prompt that
+    are never evicted. `eviction_seed` is a 64-bit seed; it defaults to the sampling seed.
+    """
+
+    density: float | None = None
+    budget_tokens: int | None = None
+    min_budget_tokens: int | None = None
+    eviction_seed: int | None = None
+    pin: Sequence[Span] = ()
+
+    def __post_init__(self) -> None:
+        if self.density is not None:
+            fix = "0.2 keeps a fifth of the prompt, 1 switches eviction off"
+            _set(self, "density", _in_range("density", self.density, "(0, 1]", fix))
+        if self.budget_tokens is not None:
+            fix = "give the tokens to keep, or density instead"
+            tokens = _integer("budget_tokens", self.budget_tokens, 1, fix)
+            _set(self, "budget_tokens", tokens)
+        if self.density is not None and self.budget_tokens is not None:
+            raise UsageError(
+                f"density {self.density:g} and budget_tokens {self.budget_tokens} exclude each "
+                "other; give one of them"
+            )
+        if self.min_budget_tokens is not None:
+            fix = "use 0 for no minimum"
+            tokens = _integer("min_budget_tokens", self.min_budget_tokens, 0, fix)
+            _set(self, "min_budget_tokens", tokens)
+        if self.eviction_seed is not None:
+            _set(self, "eviction_seed", check_seed("eviction_seed", self.eviction_seed))
+        _set(self, "pin", tuple(_span(item) for item in _items("pin", self.pin, "spans")))
+
+
+def _span(item: object) -> Span:
+    """Return one pinned span (start, end); UsageError if it is no pair or empty."""
+    fix = "give spans of token positions as (start, end) with start < end"
+    pair = _items("pin", item, "(start, end) spans")
+    if len(pair) != 2:
+        raise UsageError(f"pin must be a list of (start, end), got {_show(item)}; {fix}")
+    start, end = (_integer("pin", value, 0, fix, INT32_MAX) for value in pair)
+    if start >= end:
+        raise UsageError(f"pin must have start < end, got ({start}, {end}); {fix}")
+    return start, end

@@ -1,0 +1,80 @@
+"""What a finished request reports."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsift.runtime.sampling import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock seconds of a request: to the first token, between tokens, in all.
+
+    `itl_s` holds one entry per token after the first. A request without tokens has ttft_s NaN.
+    """
+
+    ttft_s: float
+    itl_s: tuple[float, ...]
+    total_s: float
+
+    @property
+    def mean_itl_s(self) -> float:
+        """Mean seconds between two tokens, NaN with fewer than two tokens."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else math.nan
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The answer to one request, with what is needed to repeat it and what it cost.
+
+    `budget_tokens` is None where eviction was off; `kept_tokens` counts the cached tokens at the
+    end; `coverage` is the kept share of the score at the last eviction, None if none was defined.
+    `kv_bytes` are held by the request's slot, `kv_bytes_dense` would be without eviction.
+    `evictions` counts the eviction steps, the prompt's included.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_tokens: int
+    seed: int
+    eviction_seed: int
+    budget_tokens: int | None
+    kept_tokens: int
+    coverage: float | None
+    kv_bytes: int
+    kv_bytes_dense: int
+    evictions: int
+    timings: Timings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for json.dumps(allow_nan=False); NaN and infinities become None.
+
+        Seeds stay integers of up to 64 bits: read them with a parser that keeps such integers.
+        """
+        plain: dict[str, Any] = _plain(asdict(self))
+        plain["timings"]["mean_itl_s"] = _plain(self.timings.mean_itl_s)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with only dict, list, str, int, float, bool and None inside."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
