@@ -49,8 +49,8 @@ class Rope(BaseModel):
         (llama3), or by a ramp over the dimensions (YaRN, arXiv 2309.00071, Eq. 17-23). The
         arithmetic is float32 throughout, as in the models' training code.
         """
-        exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        powers: Floats = np.power(np.float32(self.theta), exponent)
+        exponent: Floats = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        powers: Floats = np.power(np.float32(self.theta), exponent, dtype=np.float32)
         inv: Floats = np.float32(1.0) / powers
         if self.kind == "linear":
             inv = inv / np.float32(self.factor)
@@ -59,7 +59,8 @@ class Rope(BaseModel):
         elif self.kind == "yarn":
             inv = self._yarn(powers, head_dim)
         if self.freq_divisors:
-            inv = inv / np.asarray(self.freq_divisors, dtype=np.float32)
+            divisors: Floats = np.array(self.freq_divisors, dtype=np.float32)
+            inv = inv / divisors
         return inv.astype(np.float32, copy=False)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+Kind = gguf.GGMLQuantizationType
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -73,13 +74,19 @@ def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
         noise = rng.standard_normal(shape, dtype=np.float32)
         if "norm" in name:
             weights[name] = 1 + np.float32(0.1) * noise
+            if "q_norm" in name:
+                weights[name] *= 3
+            if name == "model.norm.weight" and config.tied_embeddings:
+                # With one sign, a tied head would find the last token's own embedding and repeat.
+                weights[name] *= rng.choice(np.array([-1, 1], dtype=np.float32), shape)
         elif name.endswith(".bias"):
             weights[name] = np.float32(0.5) * noise
         elif "embed_tokens" in name:
-            # A tied head would repeat the last token if its own embedding dominated.
             weights[name] = noise * np.float32(0.3 if config.tied_embeddings else 1.0)
         else:
-            weights[name] = noise / np.float32(np.sqrt(shape[-1]))
+            # Attention logits of std 3 pick few keys, so that an evicted key is missed.
+            gain = 3 if "q_proj" in name or name == "lm_head.weight" else 1
+            weights[name] = noise * np.float32(gain / np.sqrt(shape[-1]))
     return weights
 
 
@@ -155,7 +162,7 @@ def write_gguf(
     seed: int = 0,
     *,
     tied: bool = False,
-    quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    quant: Kind | Callable[[NDArray[np.float32]], Kind] = Kind.F32,
     weights: Weights | None = None,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
@@ -163,8 +170,9 @@ def write_gguf(
 ) -> Path:
     """Write the model that `write_hf` makes of the same arguments as a GGUF file; return its path.
 
-    `quant` applies to matrices; `metadata` adds keys (str, int, float, bool or list of int; a
-    value None drops the key); `extra` adds tensors under GGUF names.
+    `quant` is the type of matrices, or gives it for each; `metadata` adds keys (str, int, float,
+    bool or a list of one of these; a value None drops the key); `extra` adds tensors under GGUF
+    names.
     """
     raw = hf_config(family, tied=tied, **overrides)
     config = from_hf_config(raw)
@@ -180,7 +188,7 @@ def write_gguf(
             value = permute(value, config.num_heads)
         elif architecture == "llama" and ".k_proj.weight" in name:
             value = permute(value, config.num_kv_heads)
-        kind = quant if value.ndim == 2 else gguf.GGMLQuantizationType.F32
+        kind = Kind.F32 if value.ndim != 2 else quant(value) if callable(quant) else quant
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(value, kind), raw_dtype=kind)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)

@@ -134,13 +134,14 @@ def _byte_level(meta: Metadata, tokens: list[str]) -> tuple[Tokenizer, bool]:
         )
     kind = PRE_TYPES[pre]
     merges = [_pair(merge) for merge in _strings(meta, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=kind.ignore_merges,
-        )
-    )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for left, right in merges:
+        if not {left, right, left + right} <= vocab.keys():
+            raise ModelError(
+                f"{meta.file}: merge {left!r} {right!r} uses or makes a piece that is no token; "
+                "the file is damaged"
+            )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.ignore_merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *([pre_tokenizers.Digits(individual_digits=True)] if kind.split_digits else []),
