@@ -283,6 +283,20 @@ def test_truncated_gguf_is_an_error_at_every_length(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_flipped_header_bytes_never_escape_as_other_errors(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at, byte in rng.integers(0, [[16000, 256]] * 60):
+        path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        try:
+            open_model(path).save_tokenizer(tmp_path)
+        except ModelError:
+            refused += 1
+    assert refused > 10
+
+
 @pytest.mark.smollm2
 def test_default_model_opens() -> None:
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
+from gguf import GGUFReader, ReaderTensor, dequantize
 from numpy.typing import NDArray
 
 from kvsift.builder.errors import ModelError
@@ -148,13 +148,4 @@ def _open(path: Path) -> GGUFReader:
         ) from None
     if reader.byte_order != "I":
         raise ModelError(f"{path.name} has the other byte order; convert it with gguf's tools")
-    size = path.stat().st_size
-    for tensor in reader.tensors:
-        block, width = GGML_QUANT_SIZES[tensor.tensor_type]
-        end = tensor.data_offset + tensor.n_elements // block * width
-        if end > size:
-            raise ModelError(
-                f"{path.name} is truncated: tensor {tensor.name} ends at byte {end}, the file at "
-                f"{size}; download it again"
-            )
     return reader

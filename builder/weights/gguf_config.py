@@ -59,10 +59,9 @@ class Metadata:
 
     def find(self, key: str, kind: type[T]) -> T | None:
         """Return the value of `key`, or None if absent; ModelError if it is of another type."""
-        field = self._fields.get(key)
-        if field is None:
+        value = self.raw(key)
+        if value is None:
             return None
-        value = field.contents()
         if isinstance(value, int) and kind is float:
             value = float(value)
         if not isinstance(value, kind):
@@ -88,7 +87,10 @@ class Metadata:
     def raw(self, key: str) -> Any:
         """Return the value of `key` whatever its type, or None."""
         field = self._fields.get(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.file}: {key} is no valid UTF-8 ({error.reason})") from None
 
 
 def config_from_gguf(
