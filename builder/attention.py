@@ -104,7 +104,15 @@ class Attention:
         for new, old, out in ((k, past[0], present[0]), (v, past[1], present[1])):
             g.op("TensorScatter", old, new, start, output=out, axis=2)
         out = g.op(
-            "Attention", q, *present, None, None, None, total, is_causal=1, name=f"attention_{layer}"
+            "Attention",
+            q,
+            *present,
+            None,
+            None,
+            None,
+            total,
+            is_causal=1,
+            name=f"attention_{layer}",
         )
         merged = g.op("Transpose", out, perm=[0, 2, 1, 3])
         return g.op("Reshape", merged, g.const([0, 0, c.num_heads * c.head_dim]))

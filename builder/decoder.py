@@ -18,7 +18,7 @@ from kvsift.builder.graph import (
     GraphBuilder,
     value,
 )
-from kvsift.builder.linear import Linear, WeightFile, concat_rows
+from kvsift.builder.linear import FloatLinear, Linear, WeightFile, concat_rows
 from kvsift.builder.ops import DOMAIN, OPSET
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.weights import WeightSource
@@ -168,9 +168,7 @@ class Decoder:
             cos, sin = g.op("Mul", cos, factor), g.op("Mul", sin, factor)
         return cos, sin
 
-    def _rotate(
-        self, x: ir.Value, heads: int, rotation: tuple[ir.Value, ir.Value]
-    ) -> ir.Value:
+    def _rotate(self, x: ir.Value, heads: int, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
         return self._g.op("RotaryEmbedding", x, *rotation, num_heads=heads)
 
     def _window_rows(self, n_new: ir.Value) -> ir.Value | None:
@@ -205,9 +203,20 @@ class Decoder:
         x = self._norm(x, "model.norm.weight")
         shape = ("B", "S", c.vocab_size) if self._all_logits else ("B", c.vocab_size)
         logits = self._output(names.LOGITS, FLOAT, shape)
-        name = "model.embed_tokens" if c.tied_embeddings else "lm_head"
-        matrix = self._source.tensor(f"{name}.weight")
-        made = self._linear(g, x, "lm_head.weight", matrix)
+        if c.tied_embeddings and isinstance(self._linear, FloatLinear):
+            # One copy of the matrix serves the lookup and, transposed by Gemm, the head.
+            flat = g.op("Reshape", x, g.const([-1, c.hidden_size]))
+            made = g.op("Gemm", flat, embedding, transB=1, name="lm_head")
+        else:
+            name = "model.embed_tokens" if c.tied_embeddings else "lm_head"
+            matrix = self._source.tensor(f"{name}.weight")
+            made = self._linear(g, x, "lm_head.weight", matrix)
+        if self._all_logits:
+            made = g.op(
+                "Reshape",
+                made,
+                g.op("Concat", g.op("Shape", x, end=2), g.const([c.vocab_size]), axis=0),
+            )
         g.op("Identity", made, output=logits)
 
     def _input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
@@ -229,5 +238,3 @@ class Decoder:
             producer_name="kvsift",
             functions=eviction.functions(self.config, self._policy),
         )
-
-

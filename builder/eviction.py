@@ -21,6 +21,7 @@ from kvsift.builder.policies.base import Policy, ScoreInputs
 from kvsift.builder.policies.nodes import call
 from kvsift.builder.policies.selectors import SELECTORS
 
+
 @dataclass(frozen=True)
 class LayerState:
     """What a layer's scorer may read after the step: caches and window, lengths int32 [B]."""
@@ -215,5 +216,3 @@ def _renamed(g: GraphBuilder, made: ir.Value, like: ir.Value, branch: str) -> ir
     dims = [d if isinstance(d, int) else f"{branch}_{d}" for d in like.shape]
     out = ir.Value(name=f"{like.name}_{branch}", type=like.type, shape=ir.Shape(dims))
     return g.op("Identity", made, output=out)
-
-

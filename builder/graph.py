@@ -86,9 +86,7 @@ class GraphBuilder:
         """Add a weight and return its value."""
         return self.tape.initializer(tensor)
 
-    def graph(
-        self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], name: str
-    ) -> ir.Graph:
+    def graph(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], name: str) -> ir.Graph:
         """Return a graph of the recorded nodes."""
         return ir.Graph(
             inputs,

@@ -14,7 +14,7 @@ from typing import Literal
 from kvsift.builder.errors import CapacityError, UsageError
 from kvsift.runtime.params import EvictionParams, Span
 
-Scope = Literal["prefill", "decode", "both"]
+Scope = Literal["none", "prefill", "decode", "both"]
 
 #: Default minimum budget, so that a short prompt with a long answer keeps something.
 MIN_BUDGET_TOKENS = 256
@@ -112,13 +112,15 @@ def slot_capacity(
     max_density: float,
     max_positions: int,
     scope: Scope,
+    interval: int,
     min_budget_tokens: int = MIN_BUDGET_TOKENS,
 ) -> int:
     """Return a slot's tokens, a multiple of block_size.
 
     The largest budget of an unpinned prompt of up to max_input tokens at up to max_density, plus
-    one block where decode evicts, plus max_output for scope prefill; never more than the
-    positions a request can reach (max_input + max_output within max_positions) rounded up.
+    `interval` tokens where decode evicts, plus max_output for scope prefill; never more than the
+    positions a request can reach (max_input + max_output within max_positions) rounded up. With
+    scope decode the prompt stays whole, so the budget is at least max_input.
     """
     reach = units_of(min(max_positions, max_input + max_output), block_size) * block_size
     forced = sink_units + recent_units + 1  # and the partial tail
@@ -131,18 +133,21 @@ def slot_capacity(
     )
     if units is None:
         return reach
-    spare = units_of(max_output, block_size) if scope == "prefill" else 1
-    return min(reach, (units + spare) * block_size)
+    if scope == "decode":
+        units = max(units, units_of(max_input, block_size))
+    spare = max_output if scope == "prefill" else interval
+    return min(reach, (units + units_of(spare, block_size)) * block_size)
 
 
-def largest_budget(capacity: int, block_size: int, scope: Scope, new_tokens: int) -> int:
+def largest_budget(
+    capacity: int, block_size: int, scope: Scope, new_tokens: int, interval: int
+) -> int:
     """Return the most units that a slot of `capacity` tokens can keep through eviction.
 
-    One block stays free for decode where decode evicts; `new_tokens` tokens for scope prefill.
+    `interval` tokens stay free where decode evicts; `new_tokens` tokens for scope prefill.
     """
-    if scope == "prefill":
-        return max(0, (capacity - new_tokens) // block_size)
-    return max(0, capacity // block_size - 1)
+    spare = new_tokens if scope == "prefill" else interval
+    return max(0, (capacity - spare) // block_size)
 
 
 def layer_budgets(units: int, num_layers: int) -> list[int]:
@@ -159,6 +164,8 @@ class BudgetRule:
     recent_units: int
     density: float
     scope: Scope
+    #: Tokens between two decode evictions, freed by each.
+    interval: int
     capacity: int
     max_positions: int
     min_budget_tokens: int = MIN_BUDGET_TOKENS
@@ -192,6 +199,8 @@ class BudgetRule:
             budget_tokens=params.budget_tokens,
             min_budget_tokens=self.min_budget_tokens if minimum is None else minimum,
         )
+        if units is not None and self.scope == "decode":  # the prompt stays whole
+            units = max(units, units_of(prompt_tokens, self.block_size))
         reach = min(self.max_positions, prompt_tokens + new_tokens)
         fits = reach <= self.capacity
         if units is None:
@@ -210,7 +219,7 @@ class BudgetRule:
 
     def largest(self, new_tokens: int) -> int:
         """Return the largest budget in units of a request that generates `new_tokens`."""
-        return largest_budget(self.capacity, self.block_size, self.scope, new_tokens)
+        return largest_budget(self.capacity, self.block_size, self.scope, new_tokens, self.interval)
 
     def _too_large(self, wanted: str, forced: int, new_tokens: int) -> CapacityError:
         """Return the error that says what was asked for and what this engine's slots can hold."""

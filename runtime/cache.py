@@ -57,9 +57,7 @@ class KVCache:
                 arrays[i] = new
         self.capacity = capacity
 
-    def gather(
-        self, source: KVCache, source_slot: int, slot: int, rows: Sequence[Rows]
-    ) -> None:
+    def gather(self, source: KVCache, source_slot: int, slot: int, rows: Sequence[Rows]) -> None:
         """Copy rows of a slot of `source` (self allowed) to the front of `slot`, in order.
 
         `rows[i]` int64 [n] for all heads of layer i, or [Hkv, n] for each of its own.

@@ -74,6 +74,7 @@ class Engine:
             block_size=policy.block_size,
             sink_units=policy.sink_units,
             recent_units=policy.recent_units,
+            interval=policy.decode_interval,
             max_input=limits.max_input,
             max_output=limits.max_output,
             max_density=limits.max_density if policy.evicts else 1.0,
@@ -85,6 +86,7 @@ class Engine:
             block_size=policy.block_size,
             sink_units=policy.sink_units,
             recent_units=policy.recent_units,
+            interval=policy.decode_interval,
             density=limits.density if policy.evicts else 1.0,
             scope=policy.scope,
             capacity=capacity,
@@ -234,7 +236,8 @@ class Engine:
             self.scratch.poison(0, 0)
             self.cache.poison(index, slot.length)
         sequence.slot = slot
-        return output.logits[0] if not self.manifest.all_logits else output.logits[0, -1]
+        row: Logits = self._last(output.logits)[0]
+        return row
 
     def _decode(self, sequences: list[RunningSequence]) -> Logits:
         """Run one token of every sequence; rows of the result are slots."""
@@ -265,7 +268,11 @@ class Engine:
                 slot.coverages.append(float(output.kept.coverage[:, e].mean()))
                 if self.poison:
                     self.cache.poison(slot.index, slot.length)
-        return output.logits if not self.manifest.all_logits else output.logits[:, -1]
+        return self._last(output.logits)
+
+    def _last(self, logits: Logits) -> Logits:
+        """Return the last token's logits [B, V] of a step."""
+        return logits[:, -1] if self.manifest.all_logits else logits
 
     def _advance(self, sequence: RunningSequence, logits: Logits) -> Update:
         """Choose the next token of a sequence and report what is new."""
@@ -289,6 +296,9 @@ class Engine:
     def _load_tokenizer(self) -> Tokenizer:
         path = self.directory / "tokenizer.json"
         try:
-            return Tokenizer.from_file(str(path))
+            tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
             raise PackageError(f"{path} cannot be read ({error}); rebuild the engine") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer

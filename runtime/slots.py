@@ -116,7 +116,9 @@ def compact(cache: KVCache, slot: Slot, units: Ints, needs_order: bool) -> None:
         total = last * (last + 1) // 2
         victims = (total - units.sum(axis=-1)).astype(np.int32)
         cache.move_block(slot.index, last, victims, slot.block_size)
-        np.put_along_axis(slot.ids, victims[..., None].astype(np.int64), slot.ids[:, :, last:], 2)
+        np.put_along_axis(
+            slot.ids, victims[..., None].astype(np.int64), slot.ids[:, :, last : last + 1], 2
+        )
         slot.length -= slot.block_size
     else:
         rows = slot.unit_rows(units)

@@ -28,6 +28,7 @@ def rule_of(density=0.2, max_density=0.2, scope="both", **changes):
     limits = {"max_input": 8192, "max_output": 512, "max_positions": 8192}
     for key, value in changes.items():
         (limits if key in limits else shape)[key] = value
+    shape.setdefault("interval", shape["block_size"])
     capacity = slot_capacity(**shape, **limits, max_density=max_density, scope=scope)
     positions = limits["max_positions"]
     return BudgetRule(
@@ -142,12 +143,14 @@ def test_every_unpinned_request_within_the_limits_fits(
 
 def test_capacity_by_scope():
     assert rule_of(scope="both").capacity == (51 + 1) * 32
-    assert rule_of(scope="decode").capacity == (51 + 1) * 32
+    assert rule_of(scope="decode").capacity == 8192
+    assert rule_of(scope="decode", max_input=1000).capacity == (32 + 1) * 32
     assert rule_of(scope="prefill", max_output=100).capacity == (51 + 4) * 32
     assert rule_of(max_density=1.0).capacity == 8192
     assert rule_of(max_density=0.99, max_positions=1000).capacity == 1024
     assert rule_of(max_input=64).capacity == (8 + 1) * 32  # the minimum budget
     assert rule_of(block_size=1, sink_units=4, recent_units=1).capacity == 1638 + 1
+    assert rule_of(block_size=1, sink_units=4, recent_units=1, interval=32).capacity == 1638 + 32
 
 
 @given(st.integers(0, 5000), BLOCKS, SCOPES, st.integers(0, 5000))
@@ -155,7 +158,7 @@ def test_largest_budget_fits_and_one_more_does_not(capacity, block, scope, new):
     def needs(units):
         return units * block + (new if scope == "prefill" else block)
 
-    largest = largest_budget(capacity, block, scope, new)
+    largest = largest_budget(capacity, block, scope, new, block)
     assert largest == 0 or needs(largest) <= capacity
     assert needs(largest + 1) > capacity
 

@@ -16,7 +16,8 @@ from kvsift.builder.policies.base import CommonOptions, Options, Policy, Preset,
 from kvsift.builder.policies.selectors import SELECTORS
 
 _MODULES = [
-    importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)
+    importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
 ]
 SCORERS: dict[str, Scorer] = {m.SCORER.name: m.SCORER for m in _MODULES if hasattr(m, "SCORER")}
 PRESETS: dict[str, Preset] = {m.PRESET.name: m.PRESET for m in _MODULES if hasattr(m, "PRESET")}
@@ -48,8 +49,8 @@ def resolve(
     select = _lookup("selector", selector or preset.selector, SELECTORS)
     if select.name == "reservoir" and not score.positive:
         raise UsageError(
-            f"selector 'reservoir' samples by positive weights, and scorer {score.name!r} has none; "
-            f"use --selector topk, or a scorer of: "
+            f"selector 'reservoir' samples by positive weights, and scorer {score.name!r} has "
+            f"none; use --selector topk, or a scorer of: "
             f"{', '.join(sorted(s.name for s in SCORERS.values() if s.positive))}"
         )
     given = {**preset.defaults, **(options or {})}

@@ -31,5 +31,7 @@ def call(
     assert None not in inputs, f"{op} needs every input"
     written: dict[str, Value] = row.defaults() | attributes
     assert written.keys() == row.defaults().keys(), f"{op} has no such attribute"
-    values = {a.name: int(written[a.name]) if a.is_int else float(written[a.name]) for a in row.attrs}
+    values: dict[str, Any] = {
+        a.name: int(written[a.name]) if a.is_int else float(written[a.name]) for a in row.attrs
+    }
     return g.multi(op, *inputs, outputs=len(row.outputs), domain=DOMAIN, **values)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
 
 import numpy as np
 import onnx_ir as ir
@@ -129,7 +128,7 @@ def _write(
     return manifest
 
 
-def _specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
+def _specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
     specs = []
     for v in values:
         assert v.name is not None
@@ -158,5 +157,3 @@ def _readme(policy: Policy, limits: Limits) -> str:
         f"`{policy.selector}`, density {limits.density:g}, up to {limits.max_input} prompt tokens "
         f"and {limits.max_batch} sequences.\n\nRun it: `kvsift generate DIR --prompt TEXT`.\n"
     )
-
-

@@ -120,12 +120,9 @@ class OrtSession:
             np.zeros(x.budget.shape, np.int32),
             np.zeros(x.budget.shape, np.float32),
         )
-        for name, array in (
-            (names.KEEP, kept.keep),
-            (names.KEEP_LEN, kept.keep_len),
-            (names.COVERAGE, kept.coverage),
-        ):
-            binding.bind_ortvalue_output(name, _shared(array))
+        binding.bind_ortvalue_output(names.KEEP, _shared(kept.keep))
+        binding.bind_ortvalue_output(names.KEEP_LEN, _shared(kept.keep_len))
+        binding.bind_ortvalue_output(names.COVERAGE, _shared(kept.coverage))
         return kept if evictions else None
 
     def _no_evictions(self) -> Evictions:
