@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from engines import Engines
 
 # Before numpy is imported: the tests must not depend on, or take, every core of the machine.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -45,3 +49,14 @@ def smollm2_gguf() -> Path:
         return default_model()
     except ModelError as error:  # its message names the pip command
         pytest.fail(str(error))
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Engines by what they are made of, each built once per session.
+
+    Tests that ask for the model 'smollm2' also name the fixture smollm2_gguf.
+    """
+    from engines import Engines
+
+    return Engines(tmp_path_factory.mktemp("engines"))

@@ -1,0 +1,296 @@
+"""Engines of tests, built once per session, and a probe that watches a run from inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+from numpy.typing import NDArray
+
+from kvsift.builder.package import Limits, Manifest
+from kvsift.builder.policies import resolve
+from kvsift.builder.targets.ort import BuildOptions, build
+from kvsift.builder.weights import default_model, open_model
+from kvsift.runtime.cache import KVCache
+from kvsift.runtime.engine import Engine, Request, Update
+from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.results import GenerationResult
+from kvsift.runtime.sequence import Sequence as Running
+from kvsift.runtime.sessions import Step, StepOutput
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+#: Small enough to be built in a moment, large enough that slots overflow many times.
+LIMITS: dict[str, Any] = {
+    "max_input": 600,
+    "max_output": 300,
+    "max_batch": 4,
+    "density": 0.2,
+    "max_density": 1.0,
+    "chunk": 128,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"family": "llama", "max_position_embeddings": 1024},
+    "long": {"family": "llama", "max_position_embeddings": 8192},
+    **{name: {"family": name} for name in tiny.FAMILIES},
+    "tied": {"family": "llama", "tied": True},
+    "llama3": {
+        "family": "llama",
+        "rope": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "yarn": {
+        "family": "qwen2",
+        "tied": True,
+        "rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "linear": {"family": "mistral", "rope": {"rope_type": "linear", "factor": 4.0}},
+}
+
+
+class Engines:
+    """Builds packages and loads engines on first use; the same arguments give the same object."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._packages: dict[str, Path] = {}
+        self._engines: dict[tuple[Path, int | None], Engine] = {}
+
+    def model(self, name: str) -> Path:
+        """Return the path of a model: a key of MODELS, or 'smollm2'."""
+        if name == "smollm2":
+            return default_model()
+        path = self._root / "models" / name
+        if not path.exists():
+            tiny.write_hf(path, **MODELS[name])
+        return path
+
+    def package(
+        self,
+        eviction: str = "nexus",
+        *,
+        model: str = "tiny",
+        limits: dict[str, Any] | None = None,
+        build_options: dict[str, Any] | None = None,
+        **policy: Any,
+    ) -> Path:
+        """Return the directory of an engine; `policy` as in `policies.resolve`."""
+        key = json.dumps([eviction, model, limits, build_options, policy], sort_keys=True)
+        if key not in self._packages:
+            directory = self._root / f"engine-{len(self._packages)}"
+            build(
+                open_model(self.model(model)),
+                resolve(eviction, **policy),
+                Limits(**(LIMITS | (limits or {}))),
+                directory,
+                BuildOptions(**(build_options or {})),
+            )
+            self._packages[key] = directory
+        return self._packages[key]
+
+    def __call__(
+        self, eviction: str = "nexus", *, max_batch: int | None = None, **kw: Any
+    ) -> Engine:
+        """Return a loaded engine; see `package`."""
+        key = (self.package(eviction, **kw), max_batch)
+        if key not in self._engines:
+            self._engines[key] = Engine(key[0], max_batch=max_batch, threads=1)
+        return self._engines[key]
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 512) -> list[int]:
+    """Return random token ids without the special ones."""
+    return [int(i) for i in np.random.default_rng(seed).integers(3, vocab, length)]
+
+
+def request(
+    tokens: int | Sequence[int] | str, max_tokens: int = 60, *, seed: int = 1, **options: Any
+) -> Request:
+    """Return a greedy request that ignores the end token; `tokens` a prompt or its length.
+
+    Options of EvictionParams and SamplingParams go where they belong; the minimum budget is off.
+    """
+    given = prompt(tokens, seed=tokens) if isinstance(tokens, int) else tokens
+    eviction: dict[str, Any] = {"min_budget_tokens": 0}
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
+    for name, value in options.items():
+        (eviction if name in EvictionParams.__dataclass_fields__ else sampling)[name] = value
+    return Request(given, SamplingParams(**sampling), EvictionParams(**eviction))
+
+
+@dataclass
+class Trace:
+    """What a request went through.
+
+    `kept` holds the unit ids [L, R, n] right after each eviction and `seen` the true tokens then;
+    `ids` those at the end. `logits` has one row per step, `positions` the ids that the steps of
+    decode used. `keys` and `values` [L, Hkv, rows, D] are the slot's rows at the end, and
+    `positions_held` [L, R, rows] where they come from. `wrong_rows` counts cached rows that are
+    not, bit for bit, what the graph wrote for their position.
+    """
+
+    slot: int = -1
+    result: GenerationResult | None = None
+    text: str = ""
+    logits: list[Floats] = field(default_factory=list)
+    prompt_logits: list[Floats] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    kept: list[Ints] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    ids: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    keys: list[Floats] = field(default_factory=list)
+    values: list[Floats] = field(default_factory=list)
+    positions_held: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    wrong_rows: int = 0
+    written: dict[int, list[Floats]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The generated token ids."""
+        assert self.result is not None
+        return self.result.token_ids
+
+    def kept_sets(self) -> list[list[int]]:
+        """Return the kept ids after each eviction, sorted per row and flattened to plain lists."""
+        return [np.sort(ids, axis=-1).ravel().tolist() for ids in self.kept]
+
+
+class Probe:
+    """Stands between an engine and its session while requests run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.traces: dict[int, Trace] = {}
+        self.steps: list[Step] = []
+        self._by_slot: dict[int, Running] = {}
+        self._reading: Running | None = None
+        self._session = engine.session
+        self._evictions: dict[int, int] = {}
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        """Pass on."""
+        return self._session.new_cache(slots, capacity)
+
+    def run(self, cache: KVCache, step: Step) -> StepOutput:
+        """Run the step and note which rows it wrote for which positions."""
+        output = self._session.run(cache, step)
+        self.steps.append(step)
+        for b, count in enumerate(step.n_new):
+            owner = self._reading if cache is self.engine.scratch else self._by_slot.get(b)
+            if owner is None or count == 0:
+                continue
+            trace = self.traces[owner.index]
+            first = int(step.past_lens[0, b])
+            for i in range(int(count)):
+                position = int(step.position_ids[b, i])
+                assert position not in trace.written, "a position was written twice"
+                trace.written[position] = [
+                    a[b, :, first + i].copy() for a in (*cache.keys, *cache.values)
+                ]
+            if cache is self.engine.scratch:
+                trace.prompt_logits.append(output.logits[b].copy())
+            else:
+                trace.positions.append(int(step.position_ids[b, 0]))
+        return output
+
+    def prefill(self, sequence: Running, index: int) -> Floats:
+        """Run the engine's own prefill with the sequence known."""
+        self.traces[sequence.index] = Trace(slot=index)
+        self._evictions[sequence.index] = 0
+        self._reading = sequence
+        logits = type(self.engine)._prefill(self.engine, sequence, index)
+        self._reading = None
+        self._by_slot[index] = sequence
+        return logits
+
+    def advance(self, sequence: Running, logits: Floats) -> Update:
+        """Look at the slot before the engine goes on."""
+        trace, slot = self.traces[sequence.index], sequence.slot
+        trace.logits.append(logits.copy())
+        if slot.steps > self._evictions[sequence.index]:
+            self._evictions[sequence.index] = slot.steps
+            trace.kept.append(slot.ids[:, :, : slot.units].copy())
+            trace.seen.append(slot.seen)
+        self._compare(trace, sequence)
+        update = type(self.engine)._advance(self.engine, sequence, logits)
+        trace.text += update.text
+        trace.result = update.result
+        if update.result:
+            del self._by_slot[slot.index]
+            trace.ids = slot.ids[:, :, : slot.units].copy()
+            caches = self.engine.cache.keys, self.engine.cache.values
+            trace.keys, trace.values = (
+                [a[slot.index, :, : slot.length].copy() for a in arrays] for arrays in caches
+            )
+        return update
+
+    def _compare(self, trace: Trace, sequence: Running) -> None:
+        """Count the valid rows of the slot that are not what was written for their position."""
+        slot, cache = sequence.slot, self.engine.cache
+        size = slot.block_size
+        ids = slot.ids[:, :, : slot.units]
+        assert (ids >= 0).all()
+        assert (slot.ids[:, :, slot.units :] == -1).all()
+        held = (ids[..., None] * size + np.arange(size)).reshape(*ids.shape[:2], -1)
+        trace.positions_held = held = held[..., : slot.length]
+        layers, rows, _ = held.shape
+        for layer in range(layers):
+            for array, at in ((cache.keys[layer], layer), (cache.values[layer], layers + layer)):
+                got = array[slot.index, :, : slot.length]
+                for row in range(rows):
+                    want = np.stack([trace.written[p][at] for p in held[layer, row].tolist()], 1)
+                    heads = slice(None) if rows == 1 else slice(row, row + 1)
+                    same = (got[heads] == want[heads]).all(-1)
+                    trace.wrong_rows += int((~same).sum())
+
+
+@contextmanager
+def probed(engine: Engine, poison: bool = False) -> Iterator[Probe]:
+    """Put a probe into an engine; `poison` fills evicted and stale rows with NaN."""
+    probe = Probe(engine)
+    changed = {"session": probe, "_prefill": probe.prefill, "_advance": probe.advance}
+    session = engine.session
+    try:
+        engine.__dict__.update(changed)
+        engine.poison = poison
+        yield probe
+    finally:
+        del engine.__dict__["_prefill"], engine.__dict__["_advance"]
+        engine.session = session
+        engine.poison = False
+
+
+def run_and_inspect(
+    engine: Engine, requests: Sequence[Request], *, poison: bool = False
+) -> list[Trace]:
+    """Run requests and return their traces; every row of every slot is checked on the way."""
+    with probed(engine, poison) as probe:
+        engine.generate(requests)
+    traces = [probe.traces[i] for i in range(len(requests))]
+    assert sum(t.wrong_rows for t in traces) == 0
+    assert all(t.result is not None for t in traces)
+    return traces
+
+
+def forced_ids(manifest: Manifest, seen: int, pins: Sequence[tuple[int, int]] = ()) -> set[int]:
+    """Return the unit ids that no eviction after `seen` tokens may drop."""
+    policy = manifest.policy
+    size = policy.block_size
+    full, total = seen // size, -(-seen // size)
+    forced = set(range(min(policy.sink_units, total)))
+    forced |= set(range(max(0, full - policy.recent_units), total))
+    for start, end in pins:
+        forced |= {position // size for position in range(start, end)}
+    return forced
