@@ -42,6 +42,8 @@ class Attr:
     doc: str
     #: For enumerations: the names of the values low, low + 1, ...
     choices: tuple[str, ...] = ()
+    #: The shape symbol that this attribute sets, if no input has it.
+    symbol: str = ""
 
     @property
     def is_int(self) -> bool:
@@ -87,9 +89,7 @@ _ALL_IDS = Tensor("unit_ids", "int32", ("L", "E", "R", "N"), "unit ids; -1 is pa
 _BUDGET = Tensor("budget", "int32", ("L", "E", "R"), "units to keep, forced ones included")
 _PINS = Tensor("pin_spans", "int32", ("E", "P", "2"), "pinned positions [start, end); empty: 0, 0")
 _SINK = Attr("sink_units", 1, 0, INT_MAX, "units with id below this are forced")
-_RECENT = Attr(
-    "recent_units", 1, 0, INT_MAX, "newest full units forced; a partial tail always is"
-)
+_RECENT = Attr("recent_units", 1, 0, INT_MAX, "newest full units forced; a partial tail always is")
 _MASS = Attr("score_is_mass", 1, 0, 1, "whether a share of the score is a meaningful coverage")
 _SELECTED = (
     Tensor("keep", "int32", ("L", "E", "R", "N"), "kept unit indices, ascending, then -1"),
@@ -99,7 +99,7 @@ _SELECTED = (
 _FORCED = (
     "unit j is forced if id_j < sink_units, id_j >= floor(seen / b) - recent_units, or a pinned "
     "span meets it; keep_len = min(#valid, max(budget, #forced)); forced first, then the highest "
-    "{key}, ties to the lower index; NaN counts as the lowest"
+    "{key}, ties to the lower index; the key is clamped to finite fp32 and NaN is the lowest"
 )
 
 OPS: tuple[Op, ...] = (
@@ -119,12 +119,20 @@ OPS: tuple[Op, ...] = (
             _BLOCK,
             Attr("head_reduce", 1, 0, 2, "what is averaged over heads", HEAD_REDUCE),
             Attr("walk_steps", 3, 0, 64, "H, window rows that the walk visits"),
-            Attr("walk_order", 0, 0, 2, "which H rows, in which order", WALK_ORDER),
+            Attr(
+                "walk_order",
+                0,
+                0,
+                2,
+                "the newest H rows, those backwards, or rows W - 1 - floor(i W / H) oldest first",
+                WALK_ORDER,
+            ),
             Attr("walk_lambda", 0.5, 0.0, 1e6, "lambda, weight of the walk"),
             Attr("tie_eps", 1e-6, 0.0, 1.0, "eps, recency ramp that breaks ties"),
         ),
-        "w = a + lambda * c + eps * r; a = mean of the window rows S; C <- C + (1 + <S_q, C>) S_q; "
-        "c = C / |C|_1; S = rownorm(BlockSum_b(softmax(Q K^T / sqrt(D))))",
+        "S = rownorm(BlockSum_b(softmax(Q K^T / sqrt(D)))), causal, one row per window query; "
+        "a = mean of the rows S of queries that see a key; C <- C + (1 + <S_q, C>) S_q; "
+        "c = C / |C|_1; w = a + lambda * c + eps * r, r = (id - min id) / (max id - min id)",
         "arXiv 2606.23961, Eq. 1-5",
     ),
     Op(
@@ -137,7 +145,7 @@ OPS: tuple[Op, ...] = (
         ),
         (Tensor("u", "float32", ("L", "E", "R", "n", "N"), "uniforms strictly inside (0, 1)"),),
         (
-            Attr("draws", 5, 1, 1024, "n, draws per unit"),
+            Attr("draws", 5, 1, 1024, "n, draws per unit", symbol="n"),
             Attr("heads_per_layer", 1, 1, 65536, "Hkv, so that layers do not share counters"),
         ),
         "x = Philox4x32-10(key = seed, counter = (id, i // 4, layer * Hkv + row, step))[i % 4]; "

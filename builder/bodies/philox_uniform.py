@@ -43,7 +43,7 @@ def build(b: Body, attrs: Mapping[str, ops.Value], dims: Dims) -> list[ir.Value]
 
 def u64(b: Body, value: int) -> ir.Value:
     """Return a uint64 scalar."""
-    return b.const(np.uint64(value), np.uint64)
+    return b.const(value, np.uint64)
 
 
 def low_word(b: Body, x: ir.Value) -> ir.Value:

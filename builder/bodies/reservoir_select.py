@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import onnx_ir as ir
@@ -43,5 +42,5 @@ def normalized(b: Body, score: ir.Value, valid: ir.Value) -> ir.Value:
     bad = b.op("Or", b.op("IsNaN", score), b.op("IsInf", score))
     usable = b.op("And", valid, b.op("Not", bad))
     positive = b.op("Where", usable, b.op("Max", score, b.f32(0.0)), b.f32(0.0))
-    total = b.op("Max", b.reduce("Sum", positive, 3, keep=True), b.f32(WEIGHT_FLOOR))
+    total = b.op("Max", b.unsqueeze(b.total(positive, 3), 3), b.f32(WEIGHT_FLOOR))
     return b.op("Mul", score, b.op("Div", b.f32(WEIGHT_SUM), total))

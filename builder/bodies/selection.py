@@ -76,8 +76,8 @@ def keep_best(
         return [keep, keep_len, share]
     score = b.input("score")
     mass = b.op("GatherElements", score, best, axis=3)
-    kept_mass = b.reduce("Sum", b.op("Where", kept, mass, b.f32(0.0)), 3)
-    total = b.reduce("Sum", b.op("Where", valid, score, b.f32(0.0)), 3)
+    kept_mass = b.total(b.op("Where", kept, mass, b.f32(0.0)), 3)
+    total = b.total(b.op("Where", valid, score, b.f32(0.0)), 3)
     # 0 * total is NaN where the total is infinite, and x / inf alone would be 0.
     share = b.op("Add", b.op("Div", kept_mass, total), b.op("Mul", total, b.f32(0.0)))
     return [keep, keep_len, share]

@@ -108,6 +108,14 @@ class Body:
         """Apply `Reduce<kind>` over `axes`."""
         return self.op(f"Reduce{kind}", x, self.i64(*axes), keepdims=int(keep))
 
+    def total(self, x: ir.Value, axis: int) -> ir.Value:
+        """Sum over an axis in index order, so that no bit depends on padding or on the batch.
+
+        ReduceSum groups the terms by how a row happens to be aligned in memory.
+        """
+        sums = self.op("CumSum", x, self.const(axis, np.int64))
+        return self.op("Gather", sums, self.const(-1, np.int64), axis=axis)
+
     def finish(self, outputs: Sequence[ir.Value]) -> ir.Function:
         """Return the function; its outputs are renamed as the op table names them."""
         for value, spec in zip(outputs, self._op.outputs, strict=True):

@@ -1,0 +1,30 @@
+"""The float64 oracle: what every op computes, written plainly and independently of the bodies.
+
+`REFERENCE[op](attrs, inputs)` returns the op's outputs; float outputs are float64.
+`PRIORITY[op](attrs, inputs)` returns the key [L,E,R,N] by which a selector ranks units, so that
+near ties can be told from errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from reference_nexus import nexus_score
+from reference_philox import philox_uniform
+from reference_select import Array, reservoir_priority, reservoir_select, topk_priority, topk_select
+
+from kvsift.builder.ops import Value
+
+Attrs = Mapping[str, Value]
+Inputs = Mapping[str, Array]
+
+REFERENCE: dict[str, Callable[[Attrs, Inputs], list[Array]]] = {
+    "NexusScore": nexus_score,
+    "PhiloxUniform": philox_uniform,
+    "ReservoirSelect": reservoir_select,
+    "TopKSelect": topk_select,
+}
+PRIORITY: dict[str, Callable[[Attrs, Inputs], Array]] = {
+    "ReservoirSelect": reservoir_priority,
+    "TopKSelect": topk_priority,
+}
