@@ -382,7 +382,7 @@ def test_a_bad_request_stops_everything_before_it_runs(engines: Engines) -> None
 
 def test_scope_prefill_refuses_more_than_the_slot_was_made_for(engines: Engines) -> None:
     engine = engine_of(engines, "nexus-prefill")
-    with pytest.raises(CapacityError, match="max_tokens is 301 .* --max-output 300"):
+    with pytest.raises(CapacityError, match=r"max_tokens is 301 .* --max-output 300"):
         engine.generate([request(20, 301)])
 
 
