@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from kvsift.builder import names
@@ -15,6 +15,11 @@ from kvsift.builder.errors import EngineError
 from kvsift.builder.package import GRAPH, Manifest
 from kvsift.runtime.cache import KVCache
 from kvsift.runtime.sessions import Evictions, Kept, Step, StepOutput
+
+try:
+    import onnxruntime as ort
+except ImportError:  # engines can be built without it
+    ort = None
 
 #: Causal attention over a partly filled cache is silently wrong in older versions.
 MIN_ORT = (1, 28)
@@ -24,10 +29,15 @@ class OrtSession:
     """Runs a package's graph on the CPU.
 
     `threads` is ONNX Runtime's intra-op thread count, None for its own choice. Raises EngineError
-    when ONNX Runtime is too old or refuses the graph.
+    when ONNX Runtime is missing, too old or refuses the graph.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, threads: int | None = None) -> None:
+        if ort is None:
+            raise EngineError(
+                f"onnxruntime is not installed for Python {platform.python_version()}; it has "
+                f"wheels for 3.11 and later: pip install 'onnxruntime>={MIN_ORT[0]}.{MIN_ORT[1]}'"
+            )
         found = tuple(int(part) for part in ort.__version__.split(".")[:2])
         if found < MIN_ORT:
             raise EngineError(
