@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m kvsift.runtime.bench decode` and `profile`."""

@@ -1,0 +1,241 @@
+"""Command line of the benchmarks: `python -m kvsift.runtime.bench decode|profile`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvsift.builder.errors import KvsiftError, UsageError, unknown_name
+from kvsift.builder.families import tensor_shapes
+from kvsift.builder.linear import Quantize
+from kvsift.builder.package import Limits, load_manifest
+from kvsift.builder.policies import resolve
+from kvsift.builder.targets.ort import BuildOptions, build
+from kvsift.builder.weights import WeightSource, default_model, open_model
+from kvsift.runtime.bench import decode, prefill, report, text
+from kvsift.runtime.bench import profile as profiling
+from kvsift.runtime.bench.bandwidth import MIB_DEFAULT, Bandwidth
+from kvsift.runtime.bench.transformers_peer import Peer, why_absent
+
+DENSE, EVICTED = "full", "nexus"
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Context = Annotated[int, typer.Option(help="Tokens of context, those of the prompt.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of every engine.")]
+
+
+@app.command("decode")
+def decode_command(
+    context: Context = 8192,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for the results, as JSON.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory or .gguf file; default: SmolLM2-135M.")
+    ] = None,
+    density: Annotated[float, typer.Option(help="Share of the prompt that is kept.")] = 0.2,
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,4",
+    quantize: Annotated[str, typer.Option(help="Weight precisions, with commas.")] = "none,int8",
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of every engine in decode.")] = 8,
+    prefill_rounds: Annotated[int, typer.Option(min=1, help="Turns in prefill.")] = 3,
+    threads: Threads = 2,
+    peer: Annotated[bool, typer.Option(help="Time transformers too, if installed.")] = True,
+    engines_dir: Annotated[
+        Path | None, typer.Option("--engines", help="Where engines are kept for the next run.")
+    ] = None,
+    bandwidth_mib: Annotated[
+        int, typer.Option(min=1, help="MiB that the bandwidth probe reads.")
+    ] = MIB_DEFAULT,
+) -> None:
+    """Time dense, evicted and transformers decode, and prefill, in interleaved runs.
+
+    Example: python -m kvsift.runtime.bench decode --context 8192 --json decode.json
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    batches, kinds = _integers(batch), _precisions(quantize)
+    source = open_model(model or default_model())
+    absent = why_absent() if peer else "switched off by --no-peer"
+    keep = nullcontext(str(engines_dir)) if engines_dir else tempfile.TemporaryDirectory()
+    console = Console(stderr=True)
+    with keep as folder, _progress(console) as progress:
+        task = progress.add_task("building", total=None)
+
+        def on_build(name: str) -> None:
+            progress.update(task, description=f"building {name}")
+
+        def on_block(name: str) -> None:
+            progress.update(task, description=name, advance=1)
+
+        settings = decode.Settings(batches, rounds, threads, on_block)
+        limits = limits_for(source, context, density, max(batches))
+        pairs = []
+        for kind in kinds:
+            dense, evicted = (
+                obtain(source, policy, kind, limits, Path(folder), on_build)
+                for policy in (DENSE, EVICTED)
+            )
+            pairs.append(decode.load_pair(dense, evicted, settings))
+        theirs = None
+        if not absent:
+            tensors = {name: source.tensor(name) for name in tensor_shapes(source.config)}
+            theirs = Peer(pairs[0].dense.manifest, tensors, threads)
+        prompt = text.prompt(pairs[0].evicted.tokenizer, context)
+        blocks = len(batches) * rounds * (3 * len(kinds) + 2 + (theirs is not None))
+        blocks += prefill_rounds * (len(kinds) + (theirs is not None))
+        progress.update(task, description="reading the prompt", total=blocks)
+        bandwidth = Bandwidth(threads, bandwidth_mib)
+        rows = decode.measure(pairs, theirs, bandwidth, prompt, settings)
+        bandwidth.close()
+        reading = prefill.measure(pairs, theirs, prompt, prefill_rounds, on_block)
+    said = {
+        "model": source.config.family,
+        "parameters": pairs[0].dense.manifest.parameters,
+        "context": context,
+        "density": density,
+        "rounds": rounds,
+        "policy": EVICTED,
+        "transformers_absent": absent,
+    }
+    record = report.document(rows, reading, said, threads, load)
+    if json_file:
+        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    report.show(record, Console(width=None if sys.stdout.isatty() else 120))
+    print("\n" + report.markdown(record))
+
+
+@app.command("profile")
+def profile_command(
+    engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    context: Context = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to profile.")] = 32,
+    threads: Threads = 2,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for the results, as JSON.")
+    ] = None,
+) -> None:
+    """Say where the time of a decode step goes, by op type.
+
+    Example: python -m kvsift.runtime.bench profile --engine ENGINE_DIR --context 8192
+    """
+    prompt = text.prompt_of(engine, context)
+    found = profiling.profile(engine, prompt, batch, steps, threads)
+    lines = report.profile_lines(found)
+    if json_file:
+        content: dict[str, Any] = {
+            "rows": found.rows,
+            "batch": batch,
+            "step_ms": found.step_ms,
+            "run_ms": found.run_ms,
+            "ops": [{"op": op, "nodes": n, "ms": ms} for op, n, ms in found.ops],
+            "machine": report.machine(threads),
+            "versions": report.versions(),
+        }
+        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    table = Table(title=f"{found.step_ms:.1f} ms per step over {found.rows} rows, batch {batch}")
+    for column, side in (("op", "left"), ("nodes", "right"), ("ms", "right"), ("share", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def limits_for(source: WeightSource, context: int, density: float, max_batch: int) -> Limits:
+    """Return the limits of both engines; UsageError if the model has fewer positions."""
+    positions = source.config.max_positions
+    if not 2 <= context <= positions:
+        raise UsageError(
+            f"context must be in [2, {positions}], the model's positions, got {context}"
+        )
+    return Limits(
+        max_input=context,
+        max_output=1024,
+        max_batch=max_batch,
+        density=density,
+        max_density=density,
+    )
+
+
+def obtain(
+    source: WeightSource,
+    policy_name: str,
+    quantize: Quantize,
+    limits: Limits,
+    directory: Path,
+    on_build: Callable[[str], None] | None = None,
+) -> Path:
+    """Return the package `directory/POLICY-QUANTIZE`, built unless it is there and fits.
+
+    `limits.density` holds for the evicting policy; the dense one has density 1.
+    """
+    policy = resolve(policy_name)
+    if not policy.evicts:
+        limits = limits.model_copy(update={"density": 1.0, "max_density": 1.0})
+    path = directory / f"{policy_name}-{quantize}"
+    try:
+        found = load_manifest(path)
+    except KvsiftError:
+        found = None
+    wanted = (source.config, policy, quantize, limits)
+    if found and (found.model, found.policy, found.quantize, found.limits) == wanted:
+        return path
+    if on_build:
+        on_build(path.name)
+    build(source, policy, limits, path, BuildOptions(quantize=quantize, force=True))
+    return path
+
+
+def _integers(given: str) -> list[int]:
+    try:
+        values = [int(part) for part in given.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(1 <= v <= 1024 for v in values):
+        raise UsageError(f"--batch must be numbers in [1, 1024] with commas, got {given!r}")
+    return values
+
+
+def _precisions(given: str) -> list[Quantize]:
+    known: tuple[Quantize, ...] = get_args(Quantize)
+    names = [part.strip() for part in given.split(",")]
+    for name in names:
+        if name not in known:
+            raise unknown_name("precision", name, known)
+    return [kind for kind in known if kind in names]
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def main() -> None:
+    """Run the command line; an error is one line, exit code 2 for bad usage and 1 for failure."""
+    try:
+        app()
+    except KvsiftError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()
