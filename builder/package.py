@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.ops import OPS_VERSION
-from kvsift.builder.policies.base import Policy
+from kvsift.builder.policies.base import Policy as Policy  # what the runtime knows of policies
 
 MANIFEST = "kvsift.json"
 GRAPH = "model.onnx"

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Import name of each source folder, as in pyproject's table of wheel packages.
 PACKAGES = {"kvsift": "kvsift", "builder": "kvsift.builder", "runtime": "kvsift.runtime"}
+#: Commands of their own, which join builder and runtime as the cli does.
+COMMANDS = ("kvsift.runtime.evaluation.__main__",)
 #: Modules that only a program which brings their requirements imports.
 HOSTED = ("kvsift.runtime.triton",)
 #: Programs that build what they then run: faces, as the command line is.
@@ -61,6 +63,8 @@ def wrong_way(module: str, imported: str) -> bool:
         return inside(imported, ("kvsift.cli",))
     if inside(module, ("kvsift.builder",)):
         return inside(imported, ("kvsift.runtime", "kvsift.cli"))
+    if module in COMMANDS:
+        return inside(imported, ("kvsift.cli",))
     if inside(module, ("kvsift.runtime",)):
         shared = tuple(f"kvsift.builder.{name}" for name in ("names", "package", "errors"))
         shared += ("kvsift.builder",) if module in PROGRAMS else ()
@@ -95,6 +99,8 @@ def test_imports_point_one_way() -> None:
         ("kvsift.runtime.bench.__main__", "from kvsift.builder.weights import open_model", False),
         ("kvsift.runtime.bench.decode", "from kvsift.builder.weights import open_model", True),
         ("kvsift.cli", "from kvsift.builder import graph", False),
+        ("kvsift.runtime.evaluation.__main__", "from kvsift.builder import graph", False),
+        ("kvsift.runtime.evaluation.lab", "from kvsift.builder import graph", True),
     ],
 )
 def test_import_rule_tells_right_from_wrong(module: str, source: str, wrong: bool) -> None:

@@ -1,0 +1,124 @@
+"""Tables of a run: means, paired differences and their standard errors over samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Record = dict[str, Any]
+#: (kind of text, variant, density) -> {sample index: one value per seed}.
+Cells = dict[tuple[str, str, float], dict[int, list[float]]]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A mean over n samples with its standard error (NaN for n = 1)."""
+
+    mean: float
+    error: float
+    n: int
+
+    def __str__(self) -> str:
+        if math.isnan(self.error):
+            return _number(self.mean)
+        return f"{_number(self.mean)} ± {_number(self.error)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def stat(values: Sequence[float] | NDArray[np.float64]) -> Stat:
+    """Return mean and standard error (sample standard deviation / sqrt(n))."""
+    x = np.asarray(values, np.float64)
+    error = float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
+    return Stat(float(x.mean()), error, len(x))
+
+
+def cells(samples: Sequence[Record], metric: str, part: int | None = None) -> Cells:
+    """Collect a metric of all runs; `part` picks one bin, None the mean of all."""
+    found: Cells = {}
+    for sample in samples:
+        for run in sample["runs"]:
+            value = run[metric]
+            if isinstance(value, list):
+                value = value[part] if part is not None else float(np.mean(value))
+            key = (sample["kind"], run["variant"], float(run["density"]))
+            found.setdefault(key, {}).setdefault(sample["index"], []).append(float(value))
+    return found
+
+
+def per_sample(cell: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Return the mean over seeds of each sample."""
+    return {index: float(np.mean(values)) for index, values in cell.items()}
+
+
+def paired(a: Mapping[int, Sequence[float]], b: Mapping[int, Sequence[float]]) -> Stat:
+    """Return the mean of a - b over the samples that both have, with its standard error."""
+    left, right = per_sample(a), per_sample(b)
+    return stat([left[i] - right[i] for i in sorted(left.keys() & right.keys())])
+
+
+def seed_deviation(cell: Mapping[int, Sequence[float]]) -> float:
+    """Return the standard deviation over seeds, pooled over samples; NaN with one seed."""
+    variances = [np.var(values, ddof=1) for values in cell.values() if len(values) > 1]
+    return float(np.sqrt(np.mean(variances))) if variances else math.nan
+
+
+def main_table(found: Cells, kind: str, density: float, reference: str, metric: str) -> str:
+    """Return the Markdown table of one kind of text at one density."""
+    base = found.get((kind, reference, density))
+    lines = [
+        f"| variant | {metric} | SD over seeds | difference to `{reference}` |",
+        "|---|---|---|---|",
+    ]
+    for name in _variants(found, kind):
+        cell = found.get((kind, name, density)) or found.get((kind, name, 1.0))
+        if cell is None:
+            continue
+        deviation = seed_deviation(cell)
+        spread = "-" if math.isnan(deviation) else _number(deviation)
+        gap = str(paired(cell, base)) if base and name != reference else "-"
+        lines.append(f"| `{name}` | {stat(list(per_sample(cell).values()))} | {spread} | {gap} |")
+    return "\n".join(lines)
+
+
+def contrast_table(
+    found: Cells, columns: Sequence[tuple[str, float]], contrasts: Sequence[tuple[str, str]]
+) -> str:
+    """Return the Markdown table of paired differences a - b, a column per (kind, density)."""
+    heads = " | ".join(f"{kind} {density:g}" for kind, density in columns)
+    lines = [f"| a - b | {heads} |", "|---|" + "---|" * len(columns)]
+    for a, b in contrasts:
+        values = []
+        for kind, density in columns:
+            left, right = found.get((kind, a, density)), found.get((kind, b, density))
+            values.append(str(paired(left, right)) if left and right else "-")
+        if any(v != "-" for v in values):
+            lines.append(f"| `{a}` - `{b}` | {' | '.join(values)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def bin_table(samples: Sequence[Record], kind: str, density: float, metric: str) -> str:
+    """Return the Markdown table of a metric by part of the followed text."""
+    parts = len(samples[0]["runs"][0][metric])
+    by_part = [cells(samples, metric, part) for part in range(parts)]
+    heads = " | ".join(f"part {p + 1}" for p in range(parts))
+    lines = [f"| variant | {heads} | mean |", "|---|" + "---|" * (parts + 1)]
+    whole = cells(samples, metric)
+    for name in _variants(whole, kind):
+        key = (kind, name, density)
+        if key in whole:
+            row = [stat(list(per_sample(c[key]).values())) for c in (*by_part, whole)]
+            lines.append(f"| `{name}` | {' | '.join(map(str, row))} |")
+    return "\n".join(lines)
+
+
+def _variants(found: Cells, kind: str) -> list[str]:
+    """Return the variants of a kind in the order in which they ran."""
+    return list(dict.fromkeys(name for k, name, _ in found if k == kind))

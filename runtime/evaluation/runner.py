@@ -1,0 +1,113 @@
+"""Runs samples that are not finished yet, with progress on a terminal, and writes the tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from kvsift.runtime.evaluation import report
+from kvsift.runtime.evaluation.store import Record, Store
+from kvsift.runtime.evaluation.texts import Sample
+from kvsift.runtime.evaluation.variants import CONTRASTS
+
+Measure = Callable[[Sample], tuple[list[dict[str, Any]], dict[str, Any]]]
+
+
+def run(store: Store, samples: Sequence[Sample], measure: Measure) -> None:
+    """Measure every sample that `store` lacks; `measure` returns runs and more fields to keep.
+
+    Samples come in the given order; progress goes to stderr when that is a terminal.
+    """
+    left = [s for s in samples if not store.has(s.kind, s.index)]
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("samples", total=len(samples), completed=len(samples) - len(left))
+        for sample in left:
+            begin = time.perf_counter()
+            runs, more = measure(sample)
+            store.add(
+                {
+                    "kind": sample.kind,
+                    "index": sample.index,
+                    "source": sample.source,
+                    "digest": sample.digest,
+                    "seconds": round(time.perf_counter() - begin, 2),
+                    **more,
+                    "runs": runs,
+                }
+            )
+            progress.advance(task)
+
+
+def alternate(*kinds: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of all kinds in turn, so that a stopped run has some of each."""
+    longest = max(len(kind) for kind in kinds)
+    return [kind[i] for i in range(longest) for kind in kinds if i < len(kind)]
+
+
+def write_reports(
+    out: Path,
+    title: str,
+    store: Store,
+    settings: Record,
+    metric: str,
+    label: str,
+    reference: str,
+) -> str:
+    """Write `<title>.json` (everything) and `<title>.md` (tables); return the Markdown."""
+    samples = sorted(store.samples, key=lambda s: (s["kind"], s["index"]))
+    text = markdown(title, samples, settings, metric, label, reference)
+    content = {"settings": settings, "samples": samples}
+    (out / f"{title}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (out / f"{title}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def markdown(
+    title: str,
+    samples: Sequence[Record],
+    settings: Record,
+    metric: str,
+    label: str,
+    reference: str,
+) -> str:
+    """Return the tables of a run: one per kind of text and density, then the paired contrasts."""
+    found = report.cells(samples, metric)
+    kinds = list(dict.fromkeys(s["kind"] for s in samples))
+    densities = [float(d) for d in settings["densities"]]
+    parts = [f"## {title}\n"]
+    for kind in kinds:
+        count = sum(s["kind"] == kind for s in samples)
+        for density in densities:
+            parts.append(f"### {kind}, density {density:g}, n = {count}\n")
+            parts.append(report.main_table(found, kind, density, reference, label) + "\n")
+            if settings.get("bins", 1) > 1:
+                parts.append(report.bin_table(samples, kind, density, metric) + "\n")
+    columns = [(kind, density) for kind in kinds for density in densities]
+    for name, contrasts in CONTRASTS.items():
+        table = report.contrast_table(found, columns, contrasts)
+        if table:
+            parts.append(f"### {name}: paired differences of {label}\n\n{table}\n")
+    return "\n".join(parts)

