@@ -64,7 +64,7 @@ class Engines:
     """Builds packages and loads engines on first use; the same arguments give the same object."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
         self._packages: dict[str, Path] = {}
         self._engines: dict[tuple[Path, int | None], Engine] = {}
 
@@ -72,7 +72,7 @@ class Engines:
         """Return the path of a model: a key of MODELS, or 'smollm2'."""
         if name == "smollm2":
             return default_model()
-        path = self._root / "models" / name
+        path = self.root / "models" / name
         if not path.exists():
             tiny.write_hf(path, **MODELS[name])
         return path
@@ -89,7 +89,7 @@ class Engines:
         """Return the directory of an engine; `policy` as in `policies.resolve`."""
         key = json.dumps([eviction, model, limits, build_options, policy], sort_keys=True)
         if key not in self._packages:
-            directory = self._root / f"engine-{len(self._packages)}"
+            directory = self.root / f"engine-{len(self._packages)}"
             build(
                 open_model(self.model(model)),
                 resolve(eviction, **policy),
@@ -223,11 +223,12 @@ class Probe:
             self._evictions[sequence.index] = slot.steps
             trace.kept.append(slot.ids[:, :, : slot.units].copy())
             trace.seen.append(slot.seen)
-        self._compare(trace, sequence)
+            self._compare(trace, sequence)
         update = type(self.engine)._advance(self.engine, sequence, logits)
         trace.text += update.text
         trace.result = update.result
         if update.result:
+            self._compare(trace, sequence)
             del self._by_slot[slot.index]
             trace.ids = slot.ids[:, :, : slot.units].copy()
             caches = self.engine.cache.keys, self.engine.cache.values
