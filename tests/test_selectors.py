@@ -145,19 +145,39 @@ def test_kept_set_changes_from_step_to_step(implementation: str) -> None:
     assert len(sets) > 5
 
 
-def test_a_slot_is_scored_alone_as_in_a_batch(implementation: str) -> None:
+@pytest.mark.parametrize("mode", range(3))
+@pytest.mark.parametrize("block", [1, 4, 13, 32])
+def test_a_slot_is_scored_alone_as_in_a_batch(implementation: str, block: int, mode: int) -> None:
     """Another slot that leaves, or garbage outside a slot's rows, changes no bit."""
-    attrs = ops.TABLE["NexusScore"].defaults() | {"block_size": 4}
-    scene = Scene(Case("NexusScore", "batch", attrs, {"E": 3}, seed=5))
-    inputs = scene.inputs()
-    full = nexus(implementation, inputs, scene.dims())
+    attrs = ops.TABLE["NexusScore"].defaults() | {"block_size": block, "head_reduce": mode}
+    sizes = {"B": 5, "E": 5, "Hq": 6, "Hkv": 2, "W": 7, "N": 13}
+    scene = Scene(Case("NexusScore", "batch", attrs, sizes, lens=(13 * block,) * 4, seed=5))
+    inputs, dims, run = scene.inputs(), scene.dims(), IMPLEMENTATIONS[implementation]
+    full = run("NexusScore", attrs, dims, inputs)[0]
     per_slot = ("lens", "unit_ids", "tokens_seen", "evict_slots")
-    for keep in ([0, 2], [2, 0], [1]):
+    for keep in ([0, 2, 4], [3, 0], [1], [4]):
         fewer = inputs | {name: inputs[name][keep] for name in per_slot}
-        assert np.array_equal(nexus(implementation, fewer, scene.dims()), full[keep])
+        assert np.array_equal(run("NexusScore", attrs, dims, fewer)[0], full[keep])
     for garbage in (0.0, 1e30, np.inf):
         keys = np.where(np.isnan(inputs["keys"]), np.float32(garbage), inputs["keys"])
-        assert np.array_equal(nexus(implementation, inputs | {"keys": keys}, scene.dims()), full)
+        assert np.array_equal(run("NexusScore", attrs, dims, inputs | {"keys": keys})[0], full)
+
+
+@both
+def test_a_slot_is_selected_alone_as_in_a_batch(implementation: str, op: str) -> None:
+    """The same sets and the same coverage, bit for bit, however many slots there are."""
+    attrs = ops.TABLE[op].defaults() | {"block_size": 4}
+    attrs |= {"normalize": 1} if op == "ReservoirSelect" else {}
+    scene = Scene(Case(op, "batch", attrs, {"E": 5, "N": 37}, lens=(148,) * 3, seed=2))
+    inputs, run = scene.inputs(), IMPLEMENTATIONS[implementation]
+    full = run(op, attrs, scene.dims(), inputs)
+    for keep in ([0, 2, 4], [3, 0], [1]):
+        fewer = {
+            k: v[keep] if k in ("tokens_seen", "pin_spans") else v[:, keep]
+            for k, v in inputs.items()
+        }
+        for some, every in zip(run(op, attrs, scene.dims(), fewer), full, strict=True):
+            assert np.array_equal(some, every[:, keep])
 
 
 @settings(max_examples=20)
