@@ -160,7 +160,8 @@ def new_package(directory: Path, force: bool = False) -> Iterator[Path]:
     Raises UsageError when `directory` exists and `force` is false, or is no engine package.
     """
     if directory.exists():
-        if not (directory / MANIFEST).is_file() and any(directory.iterdir()):
+        other = not directory.is_dir() or any(directory.iterdir())
+        if other and not (directory / MANIFEST).is_file():
             raise UsageError(f"{directory} exists and is no engine; choose another -o")
         if not force and any(directory.iterdir()):
             raise UsageError(f"{directory} exists; choose another -o or pass --force")

@@ -138,12 +138,13 @@ class Trace:
     `ids` those at the end. `logits` has one row per step, `positions` the ids that the steps of
     decode used. `keys` and `values` [L, Hkv, rows, D] are the slot's rows at the end, and
     `positions_held` [L, R, rows] where they come from. `wrong_rows` counts cached rows that are
-    not, bit for bit, what the graph wrote for their position.
+    not, bit for bit, what the graph wrote for their position; `most_rows` is the most that the
+    slot has held.
     """
 
     slot: int = -1
     result: GenerationResult | None = None
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     logits: list[Floats] = field(default_factory=list)
     prompt_logits: list[Floats] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -154,7 +155,13 @@ class Trace:
     values: list[Floats] = field(default_factory=list)
     positions_held: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     wrong_rows: int = 0
+    most_rows: int = 0
     written: dict[int, list[Floats]] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The text as it was streamed."""
+        return "".join(self.pieces)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -203,6 +210,7 @@ class Probe:
                 trace.prompt_logits.append(output.logits[b].copy())
             else:
                 trace.positions.append(int(step.position_ids[b, 0]))
+                trace.most_rows = max(trace.most_rows, first + 1)
         return output
 
     def prefill(self, sequence: Running, index: int) -> Floats:
@@ -225,7 +233,7 @@ class Probe:
             trace.seen.append(slot.seen)
             self._compare(trace, sequence)
         update = type(self.engine)._advance(self.engine, sequence, logits)
-        trace.text += update.text
+        trace.pieces.append(update.text)
         trace.result = update.result
         if update.result:
             self._compare(trace, sequence)

@@ -73,11 +73,11 @@ def build(
     """
     options = options or BuildOptions()
     _check_disk(directory, estimate_bytes(source, options.quantize))
-    with new_package(directory, options.force) as building:
-        try:
+    try:
+        with new_package(directory, options.force) as building:
             return _write(source, policy, limits, building, options, progress)
-        except OSError as error:
-            raise EngineError(f"cannot write {directory}: {error.strerror or error}") from error
+    except OSError as error:
+        raise EngineError(f"cannot write {directory}: {error.strerror or error}") from error
 
 
 def _write(
