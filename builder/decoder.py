@@ -53,6 +53,7 @@ class Decoder:
         self._g = GraphBuilder()
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
+        self._queries: list[ir.Value] = []
 
     def build(self) -> ir.Model:
         """Emit the graph and return the model; weights are written on the way."""
@@ -67,19 +68,19 @@ class Decoder:
         attention = Attention(g, c, self._form, past_lens, step, self._shared_lens)
         lens = g.op("Add", past_lens, n_new)
         rotation = self._rotation(positions)
-        window_at = self._window_rows(n_new)
         embedding = self._weight("model.embed_tokens.weight")
         x = g.op("Gather", embedding, ids)
         layers = []
         for i in range(c.num_layers):
-            x, state = self._layer(i, x, attention, rotation, window_at, lens)
+            x, state = self._layer(i, x, attention, rotation, lens)
             layers.append(state)
         self._head(x, embedding, n_new)
         if self._policy.evicts:
+            ring = self._append_queries(positions)
             inputs = eviction.eviction_inputs(c, self._policy)
             outputs = eviction.eviction_outputs(c, self._policy)
             self._inputs += inputs
-            eviction.emit_guarded(g, c, self._policy, inputs, layers, outputs)
+            eviction.emit_guarded(g, c, self._policy, inputs, layers, ring, outputs)
             self._outputs += outputs
         return self._model()
 
@@ -89,7 +90,6 @@ class Decoder:
         x: ir.Value,
         attention: Attention,
         rotation: tuple[ir.Value, ir.Value],
-        window_at: ir.Value | None,
         lens: ir.Value,
     ) -> tuple[ir.Value, eviction.LayerState]:
         g, c = self._g, self.config
@@ -108,8 +108,8 @@ class Decoder:
         y = self._norm(x, f"{prefix}.post_attention_layernorm.weight")
         x = g.op("Add", x, self._mlp(prefix, y))
         layer_lens = g.op("Gather", lens, g.const(0 if self._shared_lens else i), axis=0)
-        window = self._window(i, q, window_at)
-        return x, eviction.LayerState(present[0], present[1], window, layer_lens)
+        self._queries.append(self._newest(q))
+        return x, eviction.LayerState(present[0], present[1], layer_lens)
 
     def _qkv(self, i: int, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         g, c = self._g, self.config
@@ -171,28 +171,31 @@ class Decoder:
     def _rotate(self, x: ir.Value, heads: int, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
         return self._g.op("RotaryEmbedding", x, *rotation, num_heads=heads)
 
-    def _window_rows(self, n_new: ir.Value) -> ir.Value | None:
-        """Append the rows of (window ++ step) that make up the next window, int64 [B, W, 1]."""
-        g, size = self._g, self._policy.window
-        if not size:
-            return None
-        start = g.op("Unsqueeze", g.op("Cast", n_new, to=INT64), g.const([1, 2]))
-        return g.op("Add", start, g.const(np.arange(size)[:, None]))
-
-    def _window(self, i: int, q: ir.Value, at: ir.Value | None) -> ir.Value | None:
-        """Append the window's update: it slides by n_new rows."""
-        if at is None:
-            return None
-        g, c = self._g, self.config
-        features = eviction.window_features(c, self._policy)
-        if self._policy.window_heads == "mean":
+    def _newest(self, q: ir.Value) -> ir.Value:
+        """Append the cut to the newest W + 1 queries of the step, head-averaged if asked."""
+        g, c, policy = self._g, self.config, self._policy
+        if not policy.window:
+            return q
+        q = g.op("Slice", q, g.const([-policy.window - 1]), g.const([2**31]), g.const([1]))
+        if policy.window_heads == "mean":
             heads = g.op("Reshape", q, g.const([0, 0, c.num_heads, c.head_dim]))
             q = g.op("ReduceMean", heads, g.const([2]), keepdims=0)
-        shape = ("B", self._policy.window, features)
-        old = self._input(names.q_window_in(i), FLOAT, shape)
-        new = self._output(names.q_window_out(i), FLOAT, shape)
-        joined = g.op("Concat", old, q, axis=1)
-        return g.op("GatherND", joined, at, output=new, batch_dims=1)
+        return q
+
+    def _append_queries(self, positions: ir.Value) -> ir.Value | None:
+        """Append the update of the query ring: all layers at once, in place."""
+        g, c, size = self._g, self.config, self._policy.window + 1
+        if size == 1:
+            return None
+        features = c.num_layers * eviction.window_features(c, self._policy)
+        shape = ("B", size, features)
+        old = self._input(names.Q_RING_IN, FLOAT, shape)
+        new = self._output(names.Q_RING_OUT, FLOAT, shape)
+        first = g.op("Slice", positions, g.const([-size]), g.const([2**31]), g.const([1]))
+        first = g.op("Gather", first, g.const(0), axis=1)
+        row = g.op("Mod", first, g.const(size))
+        queries = g.op("Concat", *self._queries, axis=2)
+        return g.op("TensorScatter", old, queries, row, output=new, axis=1, mode="circular")
 
     def _head(self, x: ir.Value, embedding: ir.Value, n_new: ir.Value) -> None:
         g, c = self._g, self.config

@@ -24,11 +24,10 @@ from kvsift.builder.policies.selectors import SELECTORS
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer's scorer may read after the step: caches and window, lengths int32 [B]."""
+    """What a layer's scorer may read after the step: caches, lengths int32 [B]."""
 
     keys: ir.Value
     values: ir.Value
-    q_window: ir.Value | None
     lens: ir.Value
 
 
@@ -78,11 +77,12 @@ def emit_guarded(
     policy: Policy,
     inputs: Sequence[ir.Value],
     layers: Sequence[LayerState],
+    ring: ir.Value | None,
     outputs: Sequence[ir.Value],
 ) -> None:
     """Append the `If` node; `inputs` and `outputs` as from the functions above."""
     then = GraphBuilder("then_")
-    selected = emit_selection(then, config, policy, inputs, layers)
+    selected = emit_selection(then, config, policy, inputs, layers, ring)
     then_outputs = [_renamed(then, v, o, "then") for v, o in zip(selected, outputs, strict=True)]
     other = GraphBuilder("else_")
     L, R = config.num_layers, score_rows(config, policy)
@@ -110,13 +110,18 @@ def emit_selection(
     policy: Policy,
     inputs: Sequence[ir.Value],
     layers: Sequence[LayerState],
+    ring: ir.Value | None,
 ) -> Sequence[ir.Value]:
-    """Append scorers and selector; return keep, keep_len and coverage."""
+    """Append scorers and selector; return keep, keep_len and coverage.
+
+    `ring` float32 [B, W + 1, L*Hq*D] holds the newest queries, see `names.py`.
+    """
     named = {v.name: v for v in inputs}
     ids, slots = named[names.UNIT_IDS], named[names.EVICT_SLOTS]
     scorer = SCORERS[policy.scorer]
     options = scorer.options.model_validate(policy.scorer_options)
     uniform = _uniform(g, config, policy, named)
+    windows = _windows(g, config, policy, named, ring)
     lens: dict[int, ir.Value] = {}
     scores = []
     for index, layer in enumerate(layers):
@@ -126,7 +131,7 @@ def emit_selection(
         x = ScoreInputs(
             keys=layer.keys,
             values=layer.values,
-            q_window=layer.q_window,
+            q_window=windows[index] if windows else None,
             uniform=g.op("Gather", uniform, at, axis=0) if scorer.needs_uniform else None,
             lens=lens[id(layer.lens)],
             unit_ids=g.op("Gather", ids, at, axis=0),
@@ -208,6 +213,32 @@ def _uniform(
     one_shot = g.op("Equal", named[names.PROMPT_END], g.const(1, np.int32))
     shaped = g.op("Reshape", one_shot, g.const([1, -1, 1, 1, 1]))
     return g.op("Where", shaped, g.const(0.5, np.float32), drawn)
+
+
+def _windows(
+    g: GraphBuilder,
+    config: ModelConfig,
+    policy: Policy,
+    named: dict[str | None, ir.Value],
+    ring: ir.Value | None,
+) -> Sequence[ir.Value]:
+    """Append the evicting slots' windows in chronological order, one [E, W, Hq*D] per layer."""
+    if ring is None:
+        return ()
+    size = policy.window + 1
+    features = config.num_layers * window_features(config, policy)
+    seen = g.op("Unsqueeze", named[names.TOKENS_SEEN], g.const([1]))
+    back = g.const(np.arange(-policy.window, 0), np.int32)
+    row = g.op("Mod", g.op("Add", seen, back), g.const(size, np.int32))
+    slots = g.op("Max", named[names.EVICT_SLOTS], g.const(0, np.int32))
+    start = g.op("Unsqueeze", g.op("Mul", slots, g.const(size, np.int32)), g.const([1]))
+    flat = g.op("Reshape", ring, g.const([-1, features]))
+    window = g.op("Gather", flat, g.op("Add", start, row), axis=0)
+    if config.num_layers == 1:
+        return (window,)
+    return g.multi(
+        "Split", window, outputs=config.num_layers, axis=2, num_outputs=config.num_layers
+    )
 
 
 def _renamed(g: GraphBuilder, made: ir.Value, like: ir.Value, branch: str) -> ir.Value:

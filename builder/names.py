@@ -10,6 +10,10 @@ INPUT_IDS = "input_ids"  # int64 [B, S]
 POSITION_IDS = "position_ids"  # int64 [B, S], the true positions
 N_NEW = "n_new"  # int32 [B], real tokens of this step; 0 leaves the slot untouched
 PAST_LENS = "past_lens"  # int32 [L, B], valid rows of each layer before the step
+#: Newest queries of all layers, a ring: position p is row p % (W + 1). One row more than W, so
+#: that the padding token of an idle slot (n_new = 0) overwrites nothing that is still needed.
+Q_RING_IN = "q_ring_in"  # float32 [B, W + 1, L*Hq*D]
+Q_RING_OUT = "q_ring_out"  # the same, bound to the input's memory
 LOGITS = "logits"  # float32 [B, V], of each sequence's last real token
 
 # Evicting slots only (E = 0 in every other step)
@@ -44,13 +48,3 @@ def present_key(layer: int) -> str:
 def present_value(layer: int) -> str:
     """Return the name of the layer's value cache output, bound to the input's memory."""
     return f"present_value.{layer}"
-
-
-def q_window_in(layer: int) -> str:
-    """Return the name of the layer's query window input [B, W, Hq*D]."""
-    return f"q_window_in.{layer}"
-
-
-def q_window_out(layer: int) -> str:
-    """Return the name of the layer's query window output [B, W, Hq*D]."""
-    return f"q_window_out.{layer}"

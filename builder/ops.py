@@ -107,7 +107,7 @@ OPS: tuple[Op, ...] = (
         "NexusScore",
         "Windowed block attention plus a short walk that lifts bridge blocks.",
         (
-            Tensor("q_window", "T", ("B", "W", "Hq*D"), "last W rotated queries, chronological"),
+            Tensor("q_window", "T", ("E", "W", "Hq*D"), "last W rotated queries, chronological"),
             _KEYS,
             _LENS,
             _IDS,

@@ -17,8 +17,9 @@ Rows = NDArray[np.int64]
 class KVCache:
     """The caches of all layers for `slots` sequences of up to `capacity` tokens.
 
-    `keys[i]` and `values[i]` float32 [slots, Hkv, capacity, D]; `windows[i]` float32
-    [slots, W, Hq*D], chronological, empty without a query window. Rows are addressed by slot and
+    `keys[i]` and `values[i]` float32 [slots, Hkv, capacity, D]; `ring` float32
+    [slots, W + 1, L*Hq*D] holds the newest queries of all layers, see `names.py`; None without a
+    query window. Rows are addressed by slot and
     position in the slot; the first `len` rows of a slot are valid, nothing else is ever read.
     """
 
@@ -30,11 +31,11 @@ class KVCache:
         layers = range(model.num_layers)
         self.keys: list[Floats] = [np.zeros(shape, np.float32) for _ in layers]
         self.values: list[Floats] = [np.zeros(shape, np.float32) for _ in layers]
-        self.windows: list[Floats] = []
+        self.ring: Floats | None = None
         if policy.window:
             heads = model.num_heads if policy.window_heads == "all" else 1
-            window = (slots, policy.window, heads * model.head_dim)
-            self.windows = [np.zeros(window, np.float32) for _ in layers]
+            features = model.num_layers * heads * model.head_dim
+            self.ring = np.zeros((slots, policy.window + 1, features), np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -43,8 +44,8 @@ class KVCache:
 
     def clear_window(self, slot: int) -> None:
         """Forget the slot's queries, so that nothing of an earlier request is read."""
-        for window in self.windows:
-            window[slot] = 0.0
+        if self.ring is not None:
+            self.ring[slot] = 0.0
 
     def grow(self, capacity: int) -> None:
         """Enlarge every slot to `capacity` tokens; the rows keep their place."""
@@ -73,8 +74,8 @@ class KVCache:
 
     def copy_window(self, source: KVCache, source_slot: int, slot: int) -> None:
         """Copy the query window of a slot of another cache."""
-        for mine, theirs in zip(self.windows, source.windows, strict=True):
-            mine[slot] = theirs[source_slot]
+        if self.ring is not None and source.ring is not None:
+            self.ring[slot] = source.ring[source_slot]
 
     def move_block(self, slot: int, source: int, targets: Ints, size: int) -> None:
         """Copy the block of `size` rows number `source` over block `targets[layer, row]`.

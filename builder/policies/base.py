@@ -89,7 +89,7 @@ class ScoreInputs:
     """Graph values that a scorer may read; shapes as in `ops.py`.
 
     `lens` int32 [E], `unit_ids` int32 [E, R, N], `tokens_seen` and `evict_slots` int32 [E],
-    `keys` and `values` [B, Hkv, C, D], `q_window` [B, W, Hq*D] or None, `uniform` the layer's
+    `keys` and `values` [B, Hkv, C, D], `q_window` [E, W, Hq*D] or None, `uniform` the layer's
     Philox draws float32 [E, R, n, N] or None.
     """
 

@@ -99,13 +99,15 @@ class OrtSession:
             binding = self._session.io_binding()
             pairs = [(names.past_key, names.present_key, cache.keys)]
             pairs.append((names.past_value, names.present_value, cache.values))
-            if cache.windows:
-                pairs.append((names.q_window_in, names.q_window_out, cache.windows))
             for past, present, arrays in pairs:
                 for layer, array in enumerate(arrays):
                     shared = _shared(array[:batch])
                     binding.bind_ortvalue_input(past(layer), shared)
                     binding.bind_ortvalue_output(present(layer), shared)
+            if cache.ring is not None:
+                shared = _shared(cache.ring[:batch])
+                binding.bind_ortvalue_input(names.Q_RING_IN, shared)
+                binding.bind_ortvalue_output(names.Q_RING_OUT, shared)
             known[key] = binding
         return known[key]
 
