@@ -66,13 +66,12 @@ class Decoder:
         )
         step = g.op("Shape", ids, start=1, end=2)
         attention = Attention(g, c, self._form, past_lens, step, self._shared_lens)
-        lens = g.op("Add", past_lens, n_new)
         rotation = self._rotation(positions)
         embedding = self._weight("model.embed_tokens.weight")
         x = g.op("Gather", embedding, ids)
         layers = []
         for i in range(c.num_layers):
-            x, state = self._layer(i, x, attention, rotation, lens)
+            x, state = self._layer(i, x, attention, rotation)
             layers.append(state)
         self._head(x, embedding, n_new)
         if self._policy.evicts:
@@ -90,7 +89,6 @@ class Decoder:
         x: ir.Value,
         attention: Attention,
         rotation: tuple[ir.Value, ir.Value],
-        lens: ir.Value,
     ) -> tuple[ir.Value, eviction.LayerState]:
         g, c = self._g, self.config
         prefix = f"model.layers.{i}"
@@ -107,9 +105,8 @@ class Decoder:
         x = g.op("Add", x, self._project(f"{prefix}.self_attn.o_proj", out))
         y = self._norm(x, f"{prefix}.post_attention_layernorm.weight")
         x = g.op("Add", x, self._mlp(prefix, y))
-        layer_lens = g.op("Gather", lens, g.const(0 if self._shared_lens else i), axis=0)
         self._queries.append(self._newest(q))
-        return x, eviction.LayerState(present[0], present[1], layer_lens)
+        return x, eviction.LayerState(present[0], present[1])
 
     def _qkv(self, i: int, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         g, c = self._g, self.config

@@ -17,18 +17,17 @@ from kvsift.builder.bodies import Dims, body
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import FLOAT, INT32, GraphBuilder, value
 from kvsift.builder.policies import SCORERS
-from kvsift.builder.policies.base import Policy, ScoreInputs
+from kvsift.builder.policies.base import AllLayers, Policy, ScoreInputs
 from kvsift.builder.policies.nodes import call
 from kvsift.builder.policies.selectors import SELECTORS
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer's scorer may read after the step: caches, lengths int32 [B]."""
+    """What a layer's scorer may read after the step: the caches [B, Hkv, C, D]."""
 
     keys: ir.Value
     values: ir.Value
-    lens: ir.Value
 
 
 def score_rows(config: ModelConfig, policy: Policy) -> int:
@@ -122,18 +121,14 @@ def emit_selection(
     options = scorer.options.model_validate(policy.scorer_options)
     uniform = _uniform(g, config, policy, named)
     windows = _windows(g, config, policy, named, ring)
-    lens: dict[int, ir.Value] = {}
     scores = []
     for index, layer in enumerate(layers):
-        if id(layer.lens) not in lens:
-            lens[id(layer.lens)] = g.op("Gather", layer.lens, slots, axis=0)
         at = g.const(index)
         x = ScoreInputs(
             keys=layer.keys,
             values=layer.values,
             q_window=windows[index] if windows else None,
             uniform=g.op("Gather", uniform, at, axis=0) if scorer.needs_uniform else None,
-            lens=lens[id(layer.lens)],
             unit_ids=g.op("Gather", ids, at, axis=0),
             tokens_seen=named[names.TOKENS_SEEN],
             evict_slots=slots,
@@ -141,6 +136,9 @@ def emit_selection(
         score = scorer.emit(g, x, options, policy.block_size)
         scores.append(g.op("Unsqueeze", score, g.const([0])))
     stacked = g.op("Concat", *scores, axis=0)
+    if scorer.finish:
+        every = AllLayers(ids, named[names.TOKENS_SEEN])
+        stacked = scorer.finish(g, stacked, every, options, policy.block_size)
     common = (named[names.BUDGET], ids, named[names.TOKENS_SEEN], named[names.PIN_SPANS])
     selector = SELECTORS[policy.selector]
     draws = (uniform,) if _draws(policy) else ()
@@ -175,8 +173,7 @@ def functions(config: ModelConfig, policy: Policy) -> list[ir.Function]:
         window=policy.window,
     )
     needed = {selector.op: selector_attributes(policy)}
-    if scorer.op:
-        needed[scorer.op] = scorer.attributes(options, policy.block_size)
+    needed |= scorer.ops(options, policy.block_size)
     if _needs_philox(policy):
         needed["PhiloxUniform"] = _philox_attributes(config, policy)
     return [body(op, attributes, dims) for op, attributes in needed.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 # Every step
 INPUT_IDS = "input_ids"  # int64 [B, S]
 POSITION_IDS = "position_ids"  # int64 [B, S], the true positions
-N_NEW = "n_new"  # int32 [B], real tokens of this step; 0 leaves the slot untouched
+N_NEW = "n_new"  # int32 [B], real tokens: S, or 0 in a one-token step: slot untouched
 PAST_LENS = "past_lens"  # int32 [L, B], valid rows of each layer before the step
 #: Newest queries of all layers, a ring: position p is row p % (W + 1). One row more than W, so
 #: that the padding token of an idle slot (n_new = 0) overwrites nothing that is still needed.

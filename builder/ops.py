@@ -77,14 +77,13 @@ WALK_ORDER = ("chronological", "newest_first", "strided")
 INT_MAX = 2**31 - 1
 
 _SLOTS = Tensor("evict_slots", "int32", ("E",), "slot of each evicting sequence; -1 is skipped")
-_LENS = Tensor("lens", "int32", ("E",), "valid rows of each evicting slot in this layer")
 _SEEN = Tensor("tokens_seen", "int32", ("E",), "true tokens so far; the newest is at seen - 1")
 _KEYS = Tensor("keys", "T", ("B", "Hkv", "C", "D"), "key cache of the layer, rotated")
+_WINDOW = Tensor("q_window", "T", ("E", "W", "Hq*D"), "last W rotated queries, chronological")
 _IDS = Tensor("unit_ids", "int32", ("E", "R", "N"), "block number or position; -1 is padding")
-_SCORE = Tensor("score", "float32", ("E", "R", "N"), "higher means keep; -inf at padding")
 _BLOCK = Attr("block_size", 32, 1, 4096, "tokens per unit")
 
-_ALL_SCORES = Tensor("score", "float32", ("L", "E", "R", "N"), "scores of all layers")
+_ALL_SCORES = Tensor("score", "float32", ("L", "E", "R", "N"), "higher means keep; -inf at padding")
 _ALL_IDS = Tensor("unit_ids", "int32", ("L", "E", "R", "N"), "unit ids; -1 is padding")
 _BUDGET = Tensor("budget", "int32", ("L", "E", "R"), "units to keep, forced ones included")
 _PINS = Tensor("pin_spans", "int32", ("E", "P", "2"), "pinned positions [start, end); empty: 0, 0")
@@ -104,20 +103,27 @@ _FORCED = (
 
 OPS: tuple[Op, ...] = (
     Op(
+        "WindowMass",
+        "Share of each window query's attention that each unit of a layer has.",
+        (_WINDOW, _KEYS, _IDS, _SEEN, _SLOTS),
+        (Tensor("mass", "float32", ("E", "R", "W", "N"), "rows sum to 1; undefined if no key"),),
+        (_BLOCK, Attr("head_reduce", 1, 0, 2, "what is averaged over heads", HEAD_REDUCE)),
+        "S = rownorm(BlockSum_b(softmax(Q K^T / sqrt(D)))), one row per window query, which sees "
+        "the keys whose position is not above its own; a row of the cache is valid if its unit's "
+        "id is not -1 and its position is below seen",
+        "arXiv 2606.23961, Eq. 1",
+    ),
+    Op(
         "NexusScore",
-        "Windowed block attention plus a short walk that lifts bridge blocks.",
+        "Mean attention of the window plus a short walk that lifts bridge blocks.",
         (
-            Tensor("q_window", "T", ("E", "W", "Hq*D"), "last W rotated queries, chronological"),
-            _KEYS,
-            _LENS,
-            _IDS,
+            Tensor("mass", "float32", ("L", "E", "R", "W", "N"), "WindowMass of all layers"),
+            _ALL_IDS,
             _SEEN,
-            _SLOTS,
         ),
-        (_SCORE,),
+        (_ALL_SCORES,),
         (
             _BLOCK,
-            Attr("head_reduce", 1, 0, 2, "what is averaged over heads", HEAD_REDUCE),
             Attr("walk_steps", 3, 0, 64, "H, window rows that the walk visits"),
             Attr(
                 "walk_order",
@@ -130,10 +136,9 @@ OPS: tuple[Op, ...] = (
             Attr("walk_lambda", 0.5, 0.0, 1e6, "lambda, weight of the walk"),
             Attr("tie_eps", 1e-6, 0.0, 1.0, "eps, recency ramp that breaks ties"),
         ),
-        "S = rownorm(BlockSum_b(softmax(Q K^T / sqrt(D)))), causal, one row per window query; "
         "a = mean of the rows S of queries that see a key; C <- C + (1 + <S_q, C>) S_q; "
         "c = C / |C|_1; w = a + lambda * c + eps * r, r = (id - min id) / (max id - min id)",
-        "arXiv 2606.23961, Eq. 1-5",
+        "arXiv 2606.23961, Eq. 2-5",
     ),
     Op(
         "PhiloxUniform",

@@ -100,10 +100,19 @@ class Scene:
             score[self.rng.random(shape) < 0.25] = value
         return score
 
+    def mass(self, shape: tuple[int, ...]) -> Array:
+        """Random distributions over the units in use; NaN in rows of queries before the start."""
+        mass = np.exp(2.0 * self.rng.standard_normal(shape)).astype(np.float32)
+        window = shape[3]
+        for e, (length, seen) in enumerate(zip(self.lens, self.seen, strict=True)):
+            mass[:, e, :, :, -(-length // self.block) :] = 0.0
+            mass[:, e, :, : max(0, window - seen)] = np.nan
+        return mass / np.maximum(mass.sum(axis=-1, keepdims=True), 1e-30)
+
     def make(self, tensor: ops.Tensor) -> Array:
         """Make one input."""
         shape, rng = self.shape(tensor), self.rng
-        per_slot = {"lens": self.lens, "tokens_seen": self.seen, "evict_slots": self.slots}
+        per_slot = {"tokens_seen": self.seen, "evict_slots": self.slots}
         if tensor.name in per_slot:
             return np.array(per_slot[tensor.name], np.int32).reshape(shape)
         if tensor.name == "unit_ids":
@@ -113,6 +122,8 @@ class Scene:
         if tensor.name == "q_window":
             window = 2.0 * rng.standard_normal(shape)
             return window.astype(np.float16 if self.case.half else np.float32)
+        if tensor.name == "mass":
+            return self.mass(shape)
         if tensor.name == "score":
             return self.score(shape)
         if tensor.name == "u":
@@ -159,6 +170,7 @@ def edge_cases(op: ops.Op) -> Iterator[Case]:
     yield replace(plain, name="no-slot", sizes={"E": 0})
     yield replace(plain, name="one-unit", sizes={"N": 1})
     yield replace(plain, name="one-slot", sizes={"E": 1, "B": 1, "L": 1})
+    yield replace(plain, name="whole-cache", sizes={"E": 1, "B": 1}, lens=(28,), seen=(28,))
     yield replace(plain, name="rows", sizes={"R": 2} if "head_reduce" not in base else {})
     yield replace(plain, name="empty-slot", lens=(0,), seen=(0,))
     yield replace(plain, name="first-tokens", lens=(1, 2, 5), seen=(1, 2, 5))

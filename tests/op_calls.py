@@ -1,4 +1,4 @@
-"""Short calls of the selectors and of NexusScore for property tests."""
+"""Short calls of the selectors and of the Nexus score for property tests."""
 
 from __future__ import annotations
 
@@ -104,6 +104,17 @@ def set_counts(kept: Array, budget: int) -> Array:
 
 
 def nexus(implementation: str, inputs: dict[str, Array], dims: Dims, **attrs: ops.Value) -> Array:
-    """NexusScore [E,R,N] with the default attributes but for `attrs`."""
-    merged = ops.TABLE["NexusScore"].defaults() | {"block_size": 4} | attrs
-    return IMPLEMENTATIONS[implementation]("NexusScore", merged, dims, inputs)[0]
+    """NexusScore of WindowMass, [E,R,N], with the default attributes but for `attrs`."""
+    run = IMPLEMENTATIONS[implementation]
+    given = {"block_size": 4} | attrs
+    mine = [
+        {k: given.get(k, v) for k, v in ops.TABLE[op].defaults().items()}
+        for op in ("WindowMass", "NexusScore")
+    ]
+    mass = run("WindowMass", mine[0], dims, inputs)[0]
+    layer = {
+        "mass": mass[None],
+        "unit_ids": inputs["unit_ids"][None],
+        "tokens_seen": inputs["tokens_seen"],
+    }
+    return run("NexusScore", mine[1], dims, layer)[0][0]

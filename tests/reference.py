@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from reference_nexus import nexus_score
+from reference_nexus import nexus_score, window_mass
 from reference_philox import philox_uniform
 from reference_select import Array, reservoir_priority, reservoir_select, topk_priority, topk_select
 
@@ -23,6 +23,7 @@ REFERENCE: dict[str, Callable[[Attrs, Inputs], list[Array]]] = {
     "PhiloxUniform": philox_uniform,
     "ReservoirSelect": reservoir_select,
     "TopKSelect": topk_select,
+    "WindowMass": window_mass,
 }
 PRIORITY: dict[str, Callable[[Attrs, Inputs], Array]] = {
     "ReservoirSelect": reservoir_priority,

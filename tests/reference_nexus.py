@@ -1,4 +1,4 @@
-"""Oracle of NexusScore."""
+"""Oracles of WindowMass and NexusScore."""
 
 from __future__ import annotations
 
@@ -50,39 +50,57 @@ def recency_ramp(ids: Array) -> Array:
     return (ids - used.min()) / (used.max() - used.min())
 
 
-def nexus_score(attrs: Mapping[str, Value], x: Mapping[str, Array]) -> list[Array]:
-    """w = a + lambda c + eps r, per evicting slot and row.
+def window_mass(attrs: Mapping[str, Value], x: Mapping[str, Array]) -> list[Array]:
+    """S_q = BlockSum(mean over heads of P_q), normalised to sum 1, per evicting slot and row.
 
-    S_q = BlockSum(mean over heads of P_q) normalised to sum 1, 0 for a query that sees no key (as
-    those before the sequence's start); a = mean of the other rows; c = walk over H rows.
+    NaN (undefined) for a query that sees no key and for a skipped slot.
     """
     block, mode = int(attrs["block_size"]), HEAD_REDUCE[int(attrs["head_reduce"])]
     keys, window = x["keys"].astype(np.float64), x["q_window"].astype(np.float64)
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     W = window.shape[1]
-    window = window.reshape(len(window), W, -1, head_dim)
-    score = np.full(x["unit_ids"].shape, -np.inf)
-    for e, slot in enumerate(x["evict_slots"]):
-        for r in range(score.shape[1]):
-            ids = x["unit_ids"][e, r].astype(np.int64)
-            if slot < 0:
+    window = window.reshape(len(window), W, window.shape[2] // head_dim, head_dim)
+    slots, rows, units = x["unit_ids"].shape
+    mass = np.full((slots, rows, W, units), np.nan)
+    for e, r in np.ndindex(slots, rows):
+        slot, seen = int(x["evict_slots"][e]), int(x["tokens_seen"][e])
+        if slot < 0:
+            continue
+        ids = x["unit_ids"][e, r].astype(np.int64)
+        index = np.arange(units * block)
+        position = ids[index // block] * block + index % block
+        valid = (ids[index // block] >= 0) & (position < seen)
+        index, position = index[valid], position[valid]
+        for w in range(W):
+            visible = position <= seen - W + w
+            if not visible.any():
                 continue
-            S = np.zeros((W, len(ids)))
-            index = np.arange(min(int(x["lens"][e]), len(ids) * block))
-            index = index[ids[index // block] >= 0]
-            position = ids[index // block] * block + index % block
-            for w in range(W):
-                here = int(x["tokens_seen"][e]) - W + w
-                heads = head_pairs(mode, window[slot, w], keys[slot][:, index], r, kv_heads)
-                P = np.mean([visible_attention(q, k, position <= here) for q, k in heads], axis=0)
-                np.add.at(S[w], index // block, P)
-                if S[w].sum() > 0:
-                    S[w] /= S[w].sum()
-            a = S.sum(axis=0) / max(1, (S.sum(axis=1) > 0).sum())
-            visited = walk_rows(WALK_ORDER[int(attrs["walk_order"])], int(attrs["walk_steps"]), W)
-            c = walk(S[visited])
-            weight = a + attrs["walk_lambda"] * c + attrs["tie_eps"] * recency_ramp(ids)
-            score[e, r] = np.where(ids >= 0, weight, -np.inf)
+            heads = head_pairs(mode, window[e, w], keys[slot][:, index], r, kv_heads)
+            P = np.mean([visible_attention(q, k, visible) for q, k in heads], axis=0)
+            S = np.zeros(units)
+            np.add.at(S, index // block, P)
+            mass[e, r, w] = S / S.sum()
+    return [mass]
+
+
+def nexus_score(attrs: Mapping[str, Value], x: Mapping[str, Array]) -> list[Array]:
+    """w = a + lambda c + eps r, per layer, evicting slot and row.
+
+    a = mean of the rows S_q of queries that see a key; c = walk over H rows, those of queries
+    that see none being 0.
+    """
+    block, order = int(attrs["block_size"]), WALK_ORDER[int(attrs["walk_order"])]
+    W = x["mass"].shape[3]
+    score = np.full(x["unit_ids"].shape, -np.inf)
+    for l, e, r in np.ndindex(*score.shape[:3]):
+        ids = x["unit_ids"][l, e, r].astype(np.int64)
+        here = int(x["tokens_seen"][e]) - W + np.arange(W)
+        oldest = ids[ids >= 0].min(initial=2**40) * block
+        S = np.where((here >= oldest)[:, None], x["mass"][l, e, r].astype(np.float64), 0.0)
+        a = S.sum(axis=0) / max(1, (here >= oldest).sum())
+        c = walk(S[walk_rows(order, int(attrs["walk_steps"]), W)])
+        weight = a + attrs["walk_lambda"] * c + attrs["tie_eps"] * recency_ramp(ids)
+        score[l, e, r] = np.where(ids >= 0, weight, -np.inf)
     return [score]
 
 

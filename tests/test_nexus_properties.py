@@ -31,8 +31,8 @@ FULL = {"walk_lambda": 1.0, "tie_eps": 0.0}
 
 
 def score_scene(seed: int, **sizes: int) -> Scene:
-    attrs = ops.TABLE["NexusScore"].defaults() | {"block_size": 4}
-    return Scene(Case("NexusScore", "property", attrs, sizes, seed=seed))
+    attrs = ops.TABLE["WindowMass"].defaults() | {"block_size": 4}
+    return Scene(Case("WindowMass", "property", attrs, sizes, seed=seed))
 
 
 @settings(max_examples=15)
@@ -148,7 +148,6 @@ def test_walk_lifts_a_bridge(implementation: str) -> None:
     inputs = {
         "q_window": window,
         "keys": keys,
-        "lens": np.full(trials, units * block, np.int32),
         "unit_ids": np.tile(np.arange(units, dtype=np.int32), (trials, 1, 1)),
         # The queries come after the keys, so that all of them see all blocks.
         "tokens_seen": np.full(trials, units * block + W, np.int32),

@@ -149,18 +149,19 @@ def test_kept_set_changes_from_step_to_step(implementation: str) -> None:
 @pytest.mark.parametrize("block", [1, 4, 13, 32])
 def test_a_slot_is_scored_alone_as_in_a_batch(implementation: str, block: int, mode: int) -> None:
     """Another slot that leaves, or garbage outside a slot's rows, changes no bit."""
-    attrs = ops.TABLE["NexusScore"].defaults() | {"block_size": block, "head_reduce": mode}
+    attrs = {"block_size": block, "head_reduce": mode}
     sizes = {"B": 5, "E": 5, "Hq": 6, "Hkv": 2, "W": 7, "N": 13}
-    scene = Scene(Case("NexusScore", "batch", attrs, sizes, lens=(13 * block,) * 4, seed=5))
-    inputs, dims, run = scene.inputs(), scene.dims(), IMPLEMENTATIONS[implementation]
-    full = run("NexusScore", attrs, dims, inputs)[0]
-    per_slot = ("lens", "unit_ids", "tokens_seen", "evict_slots")
+    scene = Scene(Case("WindowMass", "batch", attrs, sizes, lens=(13 * block,) * 4, seed=5))
+    inputs, dims = scene.inputs(), scene.dims()
+    full = nexus(implementation, inputs, dims, **attrs)
+    per_slot = ("q_window", "unit_ids", "tokens_seen", "evict_slots")
     for keep in ([0, 2, 4], [3, 0], [1], [4]):
         fewer = inputs | {name: inputs[name][keep] for name in per_slot}
-        assert np.array_equal(run("NexusScore", attrs, dims, fewer)[0], full[keep])
+        assert np.array_equal(nexus(implementation, fewer, dims, **attrs), full[keep])
     for garbage in (0.0, 1e30, np.inf):
         keys = np.where(np.isnan(inputs["keys"]), np.float32(garbage), inputs["keys"])
-        assert np.array_equal(run("NexusScore", attrs, dims, inputs | {"keys": keys})[0], full)
+        again = nexus(implementation, inputs | {"keys": keys}, dims, **attrs)
+        assert np.array_equal(again, full)
 
 
 @both
@@ -186,8 +187,8 @@ def test_score_follows_units_wherever_they_lie(
     implementation: str, data: st.DataObject, mode: int, seed: int
 ) -> None:
     """Filling a hole with the last block permutes the scores and does nothing else."""
-    attrs = ops.TABLE["NexusScore"].defaults() | {"block_size": 4, "head_reduce": mode}
-    scene = Scene(Case("NexusScore", "moves", attrs, {"E": 1}, lens=(28,), seed=seed))
+    attrs = ops.TABLE["WindowMass"].defaults() | {"block_size": 4, "head_reduce": mode}
+    scene = Scene(Case("WindowMass", "moves", attrs, {"E": 1}, lens=(28,), seed=seed))
     inputs = scene.inputs()
     order = data.draw(st.permutations(range(scene.size["N"])))
     rows = (np.array(order)[:, None] * 4 + np.arange(4)).ravel()
@@ -213,9 +214,9 @@ def test_window_rows_before_the_start_are_ignored(
     implementation: str, mode: int, seen: int
 ) -> None:
     """A slot's window still holds the rows of the request before it."""
-    attrs = ops.TABLE["NexusScore"].defaults() | {"block_size": 4, "head_reduce": mode}
+    attrs = ops.TABLE["WindowMass"].defaults() | {"block_size": 4, "head_reduce": mode}
     sizes = {"E": 1, "W": 6}
-    scene = Scene(Case("NexusScore", "start", attrs, sizes, lens=(seen,), seen=(seen,)))
+    scene = Scene(Case("WindowMass", "start", attrs, sizes, lens=(seen,), seen=(seen,)))
     inputs = scene.inputs()
     clean = nexus(implementation, inputs, scene.dims(), head_reduce=mode, walk_steps=6)
     dirty = nexus(implementation, stale(inputs, seen), scene.dims(), head_reduce=mode, walk_steps=6)

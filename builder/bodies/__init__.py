@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from kvsift.builder import ops
-from kvsift.builder.bodies import nexus_score, philox_uniform, reservoir_select, topk_select
+from kvsift.builder.bodies import (
+    nexus_score,
+    philox_uniform,
+    reservoir_select,
+    topk_select,
+    window_mass,
+)
 from kvsift.builder.bodies.tools import Body, Dims
 from kvsift.builder.errors import UsageError, unknown_name
 
@@ -20,6 +26,7 @@ BODIES: dict[str, Build] = {
     "PhiloxUniform": philox_uniform.build,
     "ReservoirSelect": reservoir_select.build,
     "TopKSelect": topk_select.build,
+    "WindowMass": window_mass.build,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ ONNX_OPSET = 24
 FAR = 1 << 30
 #: Largest finite fp32; scores are clamped to it before they are compared.
 FLOAT_MAX = float(np.finfo(np.float32).max)
+
+
+Attribute = int | float | str | list[int] | ir.Graph
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Body:
         """Return the function's input called `name`."""
         return self._inputs[name]
 
-    def op(self, kind: str, *inputs: ir.Value, **attrs: int | float | str | list[int]) -> ir.Value:
+    def op(self, kind: str, *inputs: ir.Value, **attrs: Attribute) -> ir.Value:
         """Add a node with one output and return that output."""
         return self.multi(kind, 1, *inputs, **attrs)[0]
 
     def multi(
-        self, kind: str, outputs: int, *inputs: ir.Value, **attrs: int | float | str | list[int]
+        self, kind: str, outputs: int, *inputs: ir.Value, **attrs: Attribute
     ) -> Sequence[ir.Value]:
         """Add a node with `outputs` outputs and return them."""
         values = self._tape.op_multi_out(kind, inputs, attrs, num_outputs=outputs)
@@ -59,6 +62,19 @@ class Body:
             value.name = f"{kind.lower()}_{self._count}"
             self._count += 1
         return values
+
+    def branch(
+        self, condition: ir.Value, then: Callable[[], ir.Value], other: Callable[[], ir.Value]
+    ) -> ir.Value:
+        """Return the value of `then` where the scalar condition holds, else that of `other`."""
+        graphs = {}
+        for name, build in (("then_branch", then), ("else_branch", other)):
+            tape, consts = self._tape, self._consts
+            self._tape, self._consts = Tape(), dict(consts)
+            out = build()
+            graphs[name] = ir.Graph([], [out], nodes=self._tape.nodes, name=name)
+            self._tape, self._consts = tape, consts
+        return self.op("If", condition, **graphs)
 
     def const(
         self, value: float | Sequence[int] | NDArray[np.generic], dtype: DTypeLike
@@ -69,7 +85,8 @@ class Body:
         if key not in self._consts:
             attrs = {"value": ir.tensor(array)}
             node = self._tape.op("Constant", [], attrs)
-            node.name = f"const_{len(self._consts)}"
+            node.name = f"const_{self._count}"
+            self._count += 1
             self._consts[key] = node
         return self._consts[key]
 

@@ -86,21 +86,28 @@ class Policy(BaseModel):
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Graph values that a scorer may read; shapes as in `ops.py`.
+    """Graph values that a scorer may read of one layer; shapes as in `ops.py`.
 
-    `lens` int32 [E], `unit_ids` int32 [E, R, N], `tokens_seen` and `evict_slots` int32 [E],
-    `keys` and `values` [B, Hkv, C, D], `q_window` [E, W, Hq*D] or None, `uniform` the layer's
-    Philox draws float32 [E, R, n, N] or None.
+    `unit_ids` int32 [E, R, N], `tokens_seen` and `evict_slots` int32 [E], `keys` and `values`
+    [B, Hkv, C, D], `q_window` [E, W, Hq*D] or None, `uniform` the layer's Philox draws float32
+    [E, R, n, N] or None.
     """
 
     keys: ir.Value
     values: ir.Value
     q_window: ir.Value | None
     uniform: ir.Value | None
-    lens: ir.Value
     unit_ids: ir.Value
     tokens_seen: ir.Value
     evict_slots: ir.Value
+
+
+@dataclass(frozen=True)
+class AllLayers:
+    """What a scorer may read of all layers: `unit_ids` int32 [L, E, R, N], `tokens_seen` [E]."""
+
+    unit_ids: ir.Value
+    tokens_seen: ir.Value
 
 
 @dataclass(frozen=True)
@@ -123,16 +130,17 @@ def _whole_layer(options: Any) -> bool:
 class Scorer:
     """A rule that gives every unit a score, higher meaning keep.
 
-    `emit(g, inputs, options, block_size)` appends the nodes of one layer and returns
-    float32 [E, R, N]; `call` nodes of the op table through `builder.eviction.call`.
+    `emit(g, inputs, options, block_size)` appends the nodes of one layer; `finish(g, stacked,
+    inputs, options, block_size)`, if any, turns what they returned, stacked over the layers, into
+    the scores float32 [L, E, R, N]. Nodes of the op table come from `nodes.call`.
     """
 
     name: str
     options: type[Options]
     emit: Callable[[GraphBuilder, ScoreInputs, Any, int], ir.Value]
-    #: Op of the table that `emit` calls, if any: its body goes into the package.
-    op: str | None = None
-    attributes: Callable[[Any, int], dict[str, int | float]] = field(
+    finish: Callable[[GraphBuilder, ir.Value, AllLayers, Any, int], ir.Value] | None = None
+    #: Attributes of each op of the table that it calls: their bodies go into the package.
+    ops: Callable[[Any, int], dict[str, dict[str, int | float]]] = field(
         default=lambda options, block_size: {}
     )
     window: Callable[[Any], WindowNeed] = _no_window

@@ -9,7 +9,14 @@ from pydantic import Field
 
 from kvsift.builder.graph import GraphBuilder
 from kvsift.builder.ops import HEAD_REDUCE, WALK_ORDER
-from kvsift.builder.policies.base import Options, Preset, ScoreInputs, Scorer, WindowNeed
+from kvsift.builder.policies.base import (
+    AllLayers,
+    Options,
+    Preset,
+    ScoreInputs,
+    Scorer,
+    WindowNeed,
+)
 from kvsift.builder.policies.nodes import call, default
 
 
@@ -24,29 +31,40 @@ class NexusOptions(Options):
     head_reduce: Literal["mean_qk", "mean_prob", "per_head"] = "mean_prob"
 
 
-def _attributes(options: NexusOptions, block_size: int) -> dict[str, int | float]:
+def _ops(options: NexusOptions, block_size: int) -> dict[str, dict[str, int | float]]:
     return {
-        "block_size": block_size,
-        "head_reduce": HEAD_REDUCE.index(options.head_reduce),
-        "walk_steps": min(options.walk_steps, options.window),
-        "walk_order": WALK_ORDER.index(options.walk_order),
-        "walk_lambda": options.walk_lambda,
-        "tie_eps": options.tie_eps,
+        "WindowMass": {
+            "block_size": block_size,
+            "head_reduce": HEAD_REDUCE.index(options.head_reduce),
+        },
+        "NexusScore": {
+            "block_size": block_size,
+            "walk_steps": min(options.walk_steps, options.window),
+            "walk_order": WALK_ORDER.index(options.walk_order),
+            "walk_lambda": options.walk_lambda,
+            "tie_eps": options.tie_eps,
+        },
     }
 
 
 def _emit(g: GraphBuilder, x: ScoreInputs, options: NexusOptions, block_size: int) -> ir.Value:
-    attributes = _attributes(options, block_size)
-    inputs = (x.q_window, x.keys, x.lens, x.unit_ids, x.tokens_seen, x.evict_slots)
-    return call(g, "NexusScore", inputs, attributes)[0]
+    inputs = (x.q_window, x.keys, x.unit_ids, x.tokens_seen, x.evict_slots)
+    return call(g, "WindowMass", inputs, _ops(options, block_size)["WindowMass"])[0]
+
+
+def _finish(
+    g: GraphBuilder, mass: ir.Value, x: AllLayers, options: NexusOptions, block_size: int
+) -> ir.Value:
+    attributes = _ops(options, block_size)["NexusScore"]
+    return call(g, "NexusScore", (mass, x.unit_ids, x.tokens_seen), attributes)[0]
 
 
 SCORER = Scorer(
     name="nexus",
     options=NexusOptions,
     emit=_emit,
-    op="NexusScore",
-    attributes=_attributes,
+    finish=_finish,
+    ops=_ops,
     window=lambda o: WindowNeed(o.window, "mean" if o.head_reduce == "mean_qk" else "all"),
     per_head=lambda o: o.head_reduce == "per_head",
     default_block_size=32,
