@@ -92,15 +92,15 @@ def nexus_score(attrs: Mapping[str, Value], x: Mapping[str, Array]) -> list[Arra
     block, order = int(attrs["block_size"]), WALK_ORDER[int(attrs["walk_order"])]
     W = x["mass"].shape[3]
     score = np.full(x["unit_ids"].shape, -np.inf)
-    for l, e, r in np.ndindex(*score.shape[:3]):
-        ids = x["unit_ids"][l, e, r].astype(np.int64)
+    for i, e, r in np.ndindex(*score.shape[:3]):
+        ids = x["unit_ids"][i, e, r].astype(np.int64)
         here = int(x["tokens_seen"][e]) - W + np.arange(W)
         oldest = ids[ids >= 0].min(initial=2**40) * block
-        S = np.where((here >= oldest)[:, None], x["mass"][l, e, r].astype(np.float64), 0.0)
+        S = np.where((here >= oldest)[:, None], x["mass"][i, e, r].astype(np.float64), 0.0)
         a = S.sum(axis=0) / max(1, (here >= oldest).sum())
         c = walk(S[walk_rows(order, int(attrs["walk_steps"]), W)])
         weight = a + attrs["walk_lambda"] * c + attrs["tie_eps"] * recency_ramp(ids)
-        score[l, e, r] = np.where(ids >= 0, weight, -np.inf)
+        score[i, e, r] = np.where(ids >= 0, weight, -np.inf)
     return [score]
 
 
