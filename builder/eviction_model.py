@@ -11,7 +11,7 @@ import onnx_ir as ir
 from kvsift.builder import eviction, names
 from kvsift.builder.errors import UsageError
 from kvsift.builder.families import ModelConfig
-from kvsift.builder.graph import FLOAT, INT32, IR_VERSION, GraphBuilder, value
+from kvsift.builder.graph import FLOAT, IR_VERSION, GraphBuilder, value
 from kvsift.builder.ops import DOMAIN, OPSET
 from kvsift.builder.policies.base import Policy
 
@@ -19,34 +19,33 @@ from kvsift.builder.policies.base import Policy
 def eviction_model(config: ModelConfig, policy: Policy) -> ir.Model:
     """Return the model of a policy's scorers and selector, without weights.
 
-    Inputs of every layer i: past_key.i and past_value.i float32 [B, Hkv, C, D] and q_window_in.i
-    float32 [B, W, features], each only if the policy reads it; past_lens int32 [1, B], the valid
-    rows, equal in all layers; then the eviction inputs of `names.py`. Outputs: keep, keep_len,
-    coverage. Raises UsageError for a policy that evicts nothing.
+    Inputs of every layer i: past_key.i and past_value.i float32 [B, Hkv, C, D]; q_ring_in float32
+    [B, W + 1, L*features]; each only if the policy reads it; then the eviction inputs of
+    `names.py`. Outputs: keep, keep_len, coverage. Raises UsageError for a policy that evicts
+    nothing.
     """
     if not policy.evicts:
         raise UsageError(f"eviction {policy.name!r} keeps everything: it has no eviction nodes")
     g = GraphBuilder()
-    lens = value(names.PAST_LENS, INT32, (1, "B"))
-    shared = g.op("Gather", lens, g.const(0), axis=0)
     cache = ("B", config.num_kv_heads, "C", config.head_dim)
-    window = ("B", policy.window, eviction.window_features(config, policy))
+    features = config.num_layers * eviction.window_features(config, policy)
+    ring = value(names.Q_RING_IN, FLOAT, ("B", policy.window + 1, features))
     layers = [
         eviction.LayerState(
             keys=value(names.past_key(i), FLOAT, cache),
             values=value(names.past_value(i), FLOAT, cache),
-            q_window=value(names.q_window_in(i), FLOAT, window) if policy.window else None,
-            lens=shared,
         )
         for i in range(config.num_layers)
     ]
     inputs = eviction.eviction_inputs(config, policy)
     outputs = eviction.eviction_outputs(config, policy)
-    selected = eviction.emit_selection(g, config, policy, inputs, layers)
+    selected = eviction.emit_selection(
+        g, config, policy, inputs, layers, ring if policy.window else None
+    )
     for made, output in zip(selected, outputs, strict=True):
         g.op("Identity", made, output=output)
-    state = [v for layer in layers for v in (layer.keys, layer.values, layer.q_window)]
-    read = [v for v in (*state, lens) if v is not None and v.uses()]
+    state = [v for layer in layers for v in (layer.keys, layer.values)]
+    read = [v for v in (*state, ring) if v.uses()]
     graph = g.graph([*read, *inputs], outputs, "kvsift_eviction")
     graph.opset_imports[DOMAIN] = OPSET
     return ir.Model(

@@ -110,11 +110,10 @@ def test_reference_text_leaves_no_trace_in_the_prompt(lab: Lab) -> None:
     tokens = prompt(160)
     lab.read(tokens)
     before = lab.evict(tried, 6, 3).ids.copy()
-    windows = [w.copy() for w in lab.scratch.windows]
+    ring = lab.scratch.ring.copy()
     lab.continue_dense(prompt(40, seed=9), 40)
     np.testing.assert_array_equal(lab.evict(tried, 6, 3).ids, before)
-    for now, then in zip(lab.scratch.windows, windows, strict=True):
-        np.testing.assert_array_equal(now, then)
+    np.testing.assert_array_equal(lab.scratch.ring, ring)
 
 
 def test_kl_is_that_of_scipy(lab: Lab) -> None:
@@ -163,7 +162,7 @@ def test_eviction_model_asks_only_for_what_the_policy_reads(lab: Lab) -> None:
         return {str(v.name).split(".")[0] for v in made.graph.inputs}
 
     common = {"evict_slots", "tokens_seen", "unit_ids", "budget", "pin_spans"}
-    assert inputs("nexus") >= {"past_key", "q_window_in", "past_lens", "eviction_seed"} | common
+    assert inputs("nexus") >= {"past_key", "q_ring_in", "eviction_seed"} | common
     assert "past_key" not in inputs("streaming")
     assert "past_value" not in inputs("nexus")
     assert "prompt_end" in inputs("nexus", prefill_selector="topk")

@@ -119,7 +119,8 @@ def _copied(engine: Engine, first: Sequence, index: int) -> Sequence:
     made.tokens = list(first.tokens)
     made.slot = copy.deepcopy(first.slot)
     made.slot.index, made.slot.seed = index, index + 1
-    for arrays in (engine.cache.keys, engine.cache.values, engine.cache.windows):
+    rings = [engine.cache.ring] if engine.cache.ring is not None else []
+    for arrays in (engine.cache.keys, engine.cache.values, rings):
         for array in arrays:
             array[index] = array[0]
     return made

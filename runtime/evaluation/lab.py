@@ -96,13 +96,14 @@ class Lab:
         `split` tokens per step. The scratch's window stays the prompt's, and what is appended
         after the prompt is never read again.
         """
-        kept = [window.copy() for window in self.scratch.windows]
+        ring = self.scratch.ring
+        assert ring is not None
+        kept = ring.copy()
         made = []
         for at in range(0, len(tokens), split):
             start = self._prompt + at
             made.append(self._run(self.scratch, tokens[at : at + split], start, start))
-        for window, old in zip(self.scratch.windows, kept, strict=True):
-            window[:] = old
+        ring[:] = kept
         return made
 
     def budget(self, policy: Policy, density: float) -> int | None:
@@ -170,29 +171,32 @@ class Lab:
         """Run the variant's eviction model on slot 0 of a cache."""
         session = self._policy_session(variant)
         asked = evictions([slot], self.manifest, prompt_end)
-        feed: dict[str, NDArray[Any]] = {names.PAST_LENS: np.array([[slot.length]], np.int32)}
-        feed |= _eviction_feed(asked)
+        feed: dict[str, NDArray[Any]] = dict(_eviction_feed(asked))
         for i, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
             feed[names.past_key(i)], feed[names.past_value(i)] = key, value
-            if variant.policy.window:
-                feed[names.q_window_in(i)] = self._window(variant.policy, cache.windows[i])
+        if variant.policy.window:
+            feed[names.Q_RING_IN] = self._ring(variant.policy, cache, slot.seen)
         wanted = {i.name for i in session.get_inputs()}
         outputs = [names.KEEP, names.KEEP_LEN, names.COVERAGE]
         return Kept(*session.run(outputs, {k: v for k, v in feed.items() if k in wanted}))
 
-    def _window(self, policy: Policy, window: Floats) -> Floats:
-        """Return the queries [1, W, features] that the policy's own engine would hold."""
-        if policy.window > window.shape[1]:
+    def _ring(self, policy: Policy, cache: KVCache, seen: int) -> Floats:
+        """Return the query ring [1, W + 1, features] that the policy's own engine would hold."""
+        held, size, model = cache.ring, policy.window + 1, self.manifest.model
+        assert held is not None
+        if size > held.shape[1]:
             raise EngineError(
                 f"policy {policy.name!r} reads {policy.window} queries, the evaluation engine "
-                f"holds {window.shape[1]}; rebuild it"
+                f"holds {held.shape[1] - 1}; rebuild it"
             )
-        newest = window[:, window.shape[1] - policy.window :]
+        positions = np.arange(seen - policy.window, seen)
+        newest = held[0, positions % held.shape[1]]
         if policy.window_heads == "mean":
-            model = self.manifest.model
-            heads = newest.reshape(*newest.shape[:2], model.num_heads, model.head_dim)
-            newest = heads.mean(axis=2, dtype=np.float32)
-        return np.ascontiguousarray(newest)
+            heads = newest.reshape(-1, model.num_layers, model.num_heads, model.head_dim)
+            newest = heads.mean(axis=2, dtype=np.float32).reshape(policy.window, -1)
+        ring = np.zeros((1, size, newest.shape[1]), np.float32)
+        ring[0, positions % size] = newest
+        return ring
 
     def _policy_session(self, variant: Variant) -> ort.InferenceSession:
         if variant.name not in self._policies:
