@@ -32,33 +32,57 @@ inline constexpr std::string_view kOpsVersion = "1";
 
 enum class HeadReduce : std::int32_t { kMeanQk = 0, kMeanProb = 1, kPerHead = 2 };
 
-enum class WalkOrder : std::int32_t { kChronological = 0, kNewestFirst = 1, kStrided = 2 };
-
-// Windowed block attention plus a short walk that lifts bridge blocks.
-struct NexusScore {
+// Share of each window query's attention that each unit of a layer has.
+struct WindowMass {
   struct Attrs {
     std::int32_t block_size = 32;  // tokens per unit
     std::int32_t head_reduce = 1;  // what is averaged over heads
+  };
+  static constexpr std::string_view kName = "WindowMass";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"q_window", DType::kT, 3, "E,W,Hq*D"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"mass", DType::kFloat32, 4, "E,R,W,N"},
+  }};
+  static constexpr std::array<Attribute, 2> kAttributes{{
+      {"block_size", true, 1.0, 4096.0},
+      {"head_reduce", true, 0.0, 2.0},
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("block_size", attrs.block_size);
+    f("head_reduce", attrs.head_reduce);
+  }
+};
+
+enum class WalkOrder : std::int32_t { kChronological = 0, kNewestFirst = 1, kStrided = 2 };
+
+// Mean attention of the window plus a short walk that lifts bridge blocks.
+struct NexusScore {
+  struct Attrs {
+    std::int32_t block_size = 32;  // tokens per unit
     std::int32_t walk_steps = 3;  // H, window rows that the walk visits
     std::int32_t walk_order = 0;  // the newest H rows, those backwards, or rows W - 1 - floor(i W / H) oldest first
     float walk_lambda = 0.5F;  // lambda, weight of the walk
     float tie_eps = 1e-06F;  // eps, recency ramp that breaks ties
   };
   static constexpr std::string_view kName = "NexusScore";
-  static constexpr std::array<Tensor, 6> kInputs{{
-      {"q_window", DType::kT, 3, "B,W,Hq*D"},
-      {"keys", DType::kT, 4, "B,Hkv,C,D"},
-      {"lens", DType::kInt32, 1, "E"},
-      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"mass", DType::kFloat32, 5, "L,E,R,W,N"},
+      {"unit_ids", DType::kInt32, 4, "L,E,R,N"},
       {"tokens_seen", DType::kInt32, 1, "E"},
-      {"evict_slots", DType::kInt32, 1, "E"},
   }};
   static constexpr std::array<Tensor, 1> kOutputs{{
-      {"score", DType::kFloat32, 3, "E,R,N"},
+      {"score", DType::kFloat32, 4, "L,E,R,N"},
   }};
-  static constexpr std::array<Attribute, 6> kAttributes{{
+  static constexpr std::array<Attribute, 5> kAttributes{{
       {"block_size", true, 1.0, 4096.0},
-      {"head_reduce", true, 0.0, 2.0},
       {"walk_steps", true, 0.0, 64.0},
       {"walk_order", true, 0.0, 2.0},
       {"walk_lambda", false, 0.0, 1000000.0},
@@ -68,7 +92,6 @@ struct NexusScore {
   template <typename A, typename F>
   static void visit(A& attrs, F&& f) {
     f("block_size", attrs.block_size);
-    f("head_reduce", attrs.head_reduce);
     f("walk_steps", attrs.walk_steps);
     f("walk_order", attrs.walk_order);
     f("walk_lambda", attrs.walk_lambda);

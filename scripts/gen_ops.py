@@ -61,8 +61,9 @@ Hq query heads of the window (1 when it is already averaged), Hkv KV heads, D he
 queries, C capacity in tokens, N candidate units (blocks or tokens), R rows of scores (1 when a
 layer shares one set, else Hkv), n draws, P pinned spans, b the block size.
 
-Key positions are not stored: row j of a slot holds position `unit_ids[j / b] * b + j % b`. Rows at
-`lens` and above are never read, and may hold anything. A slot of -1 gives scores of -inf.
+Key positions are not stored: row j of a slot holds position `unit_ids[j / b] * b + j % b`. Rows of
+a unit with id -1 and rows at positions of `tokens_seen` and above change nothing, whatever they
+hold. Where `evict_slots` is -1, the ids are -1 and so the scores are -inf.
 """
 
 
