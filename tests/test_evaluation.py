@@ -177,8 +177,8 @@ def test_a_needle_is_planted_whole_and_asked_for() -> None:
     depths = set()
     for haystack in texts.prose_samples(tokenizer, text, "numbers", 16, 500):
         made = needles.make_needle(tokenizer, template, haystack, 500)
-        city = made.text.split("What is the secret code of ")[1].split("?")[0]
-        assert f". The secret code of {city} is {made.answer}. This is" in made.text
+        asked = made.text.split("What is the ")[1].split("?")[0]
+        assert f". Remember this: the {asked} is {made.answer}. This is" in made.text
         assert made.text.count(made.answer) == 1
         assert made.answer.isdigit() == (haystack.index % 2 == 0)
         assert 450 <= len(encode_chat(tokenizer, made.text)) <= 520

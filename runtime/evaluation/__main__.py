@@ -32,7 +32,9 @@ from kvsift.runtime.evaluation.variants import ONE_SHOT, PAPER, STREAM, Spec, Va
 #: What the evaluation engine's own policy is: the one whose window serves all others.
 READER = {"head_reduce": "mean_prob"}
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="Directory of engine and results.")]
 Model = Annotated[Path | None, typer.Option("--model", help="Model directory or GGUF file.")]
@@ -107,7 +109,7 @@ def needles_command(
     reference: Reference = PAPER,
     threads: Threads = 0,
 ) -> None:
-    """Share of planted codes that greedy decoding finds after the eviction.
+    """Share of planted secrets that greedy decoding finds after the eviction.
 
     Example: python -m kvsift.runtime.evaluation needles --samples 32 --out results
     """
@@ -180,10 +182,12 @@ def _prepare(
 ) -> tuple[Lab, list[Variant]]:
     """Return the evaluation engine, built if it is not there, and the variants."""
     engine = out / "engine"
+    source = open_model(default_model() if model is None else model)
     try:
-        load_manifest(engine)
+        found = load_manifest(engine)
+        if found.model != source.config:
+            raise UsageError(f"{engine} is of another model; choose another --out")
     except PackageError:
-        source = open_model(default_model() if model is None else model)
         limits = Limits(max_input=4096, max_output=1024, max_batch=1, density=0.2, max_density=1.0)
         print(f"building the evaluation engine in {engine}", file=sys.stderr)
         options = BuildOptions(all_logits=True, force=True)

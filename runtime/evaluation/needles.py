@@ -21,12 +21,13 @@ from kvsift.runtime.evaluation.variants import Variant
 DEPTHS = 8
 CITIES = ("Lisbon", "Tromsø", "Quito", "Nairobi", "Kyoto", "Dunedin", "Halifax", "Samarkand")
 WORDS = ("walrus", "copper", "violin", "glacier", "saffron", "lantern", "thistle", "harbour")
-ASK = "Read this text.\n\n{document}\n\nWhat is the secret code of {city}? Answer with the code."
+PLANT = "Remember this: the secret {kind} of {city} is {answer}."
+ASK = "{document}\n\nWhat is the secret {kind} of {city}?"
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A chat prompt with a planted code: a 5-digit number in even samples, a word in odd ones."""
+    """A chat prompt with a planted secret: a 5-digit number in even samples, a word in odd ones."""
 
     index: int
     source: str
@@ -43,10 +44,11 @@ def make_needle(
     city = CITIES[rng.randrange(len(CITIES))]
     number = haystack.index % 2 == 0
     answer = str(rng.randrange(10_000, 100_000)) if number else WORDS[rng.randrange(len(WORDS))]
-    planted = f"The secret code of {city} is {answer}."
+    kind = "number" if number else "word"
+    planted = PLANT.format(kind=kind, city=city, answer=answer)
 
     def render(document: str) -> str:
-        content = ASK.format(document=document, city=city)
+        content = ASK.format(document=document, kind=kind, city=city)
         return template.render([{"role": "user", "content": content}])
 
     room = size - len(encode_chat(tokenizer, render(planted + " ")))
