@@ -129,6 +129,15 @@ def needles_command(
     print(_report(out, "needles", store, settings, "correct", "accuracy", reference))
 
 
+@app.command("tables")
+def tables_command(out: Out) -> None:
+    """Print the fidelity and needle results of a directory side by side.
+
+    Example: python -m kvsift.runtime.evaluation tables --out results
+    """
+    print(runner.summary(out), end="")
+
+
 def _fidelity(
     title: str,
     out: Path,

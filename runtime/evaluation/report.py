@@ -88,20 +88,46 @@ def main_table(found: Cells, kind: str, density: float, reference: str, metric: 
     return "\n".join(lines)
 
 
-def contrast_table(
-    found: Cells, columns: Sequence[tuple[str, float]], contrasts: Sequence[tuple[str, str]]
-) -> str:
-    """Return the Markdown table of paired differences a - b, a column per (kind, density)."""
-    heads = " | ".join(f"{kind} {density:g}" for kind, density in columns)
-    lines = [f"| a - b | {heads} |", "|---|" + "---|" * len(columns)]
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: one measurement on one kind of text at one density."""
+
+    label: str
+    found: Cells
+    kind: str
+    density: float
+
+    def cell(self, variant: str) -> dict[int, list[float]] | None:
+        """Return the variant's values; what evicts nothing is the same at every density."""
+        same = self.found.get((self.kind, variant, 1.0))
+        return self.found.get((self.kind, variant, self.density), same)
+
+
+def overview(columns: Sequence[Column]) -> str:
+    """Return the Markdown table of means, a row per variant."""
+    names = dict.fromkeys(name for c in columns for name in _variants(c.found, c.kind))
+    lines = _head("variant", columns)
+    for name in names:
+        values = (c.cell(name) for c in columns)
+        shown = [str(stat(list(per_sample(v).values()))) if v else "-" for v in values]
+        lines.append(f"| `{name}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def contrast_table(columns: Sequence[Column], contrasts: Sequence[tuple[str, str]]) -> str:
+    """Return the Markdown table of paired differences a - b, empty if none was measured."""
+    lines = _head("a - b", columns)
     for a, b in contrasts:
-        values = []
-        for kind, density in columns:
-            left, right = found.get((kind, a, density)), found.get((kind, b, density))
-            values.append(str(paired(left, right)) if left and right else "-")
+        pairs = [(c.cell(a), c.cell(b)) for c in columns]
+        values = [str(paired(x, y)) if x and y else "-" for x, y in pairs]
         if any(v != "-" for v in values):
             lines.append(f"| `{a}` - `{b}` | {' | '.join(values)} |")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _head(first: str, columns: Sequence[Column]) -> list[str]:
+    labels = " | ".join(c.label for c in columns)
+    return [f"| {first} | {labels} |", "|---|" + "---|" * len(columns)]
 
 
 def bin_table(samples: Sequence[Record], kind: str, density: float, metric: str) -> str:

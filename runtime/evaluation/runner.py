@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvsift.builder.errors import UsageError
 from kvsift.runtime.evaluation import report
 from kvsift.runtime.evaluation.store import Record, Store
 from kvsift.runtime.evaluation.texts import Sample
@@ -105,9 +106,35 @@ def markdown(
             parts.append(report.main_table(found, kind, density, reference, label) + "\n")
             if settings.get("bins", 1) > 1:
                 parts.append(report.bin_table(samples, kind, density, metric) + "\n")
-    columns = [(kind, density) for kind in kinds for density in densities]
+    columns = [report.Column(f"{k} {d:g}", found, k, d) for k in kinds for d in densities]
     for name, contrasts in CONTRASTS.items():
-        table = report.contrast_table(found, columns, contrasts)
+        table = report.contrast_table(columns, contrasts)
         if table:
             parts.append(f"### {name}: paired differences of {label}\n\n{table}\n")
     return "\n".join(parts)
+
+
+#: Runs that share a row per variant in `summary`: title, metric, what its columns are called.
+SUMMARY = (("fidelity", "kl", "KL"), ("needles", "correct", "needles"))
+
+
+def summary(out: Path) -> str:
+    """Return the tables over the finished fidelity and needle runs in `out`, side by side.
+
+    Raises UsageError if there is neither.
+    """
+    columns = []
+    for title, metric, label in SUMMARY:
+        path = out / f"{title}.json"
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = report.cells(content["samples"], metric)
+            for kind in dict.fromkeys(s["kind"] for s in content["samples"]):
+                name = label if title == "needles" else f"{label} {kind}"
+                for d in content["settings"]["densities"]:
+                    columns.append(report.Column(f"{name} {d:g}", found, kind, float(d)))
+    if not columns:
+        raise UsageError(f"{out} has no finished run; run fidelity or needles with --out first")
+    tables = [report.overview(columns)]
+    tables += [report.contrast_table(columns, pairs) for pairs in CONTRASTS.values()]
+    return "\n\n".join(table for table in tables if table) + "\n"
