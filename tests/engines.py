@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvsift.runtime.sessions import Step, StepOutput
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Watch = Callable[[KVCache, Step, StepOutput], None]
 
 #: Small enough to be built in a moment, large enough that slots overflow many times.
 LIMITS: dict[str, Any] = {
@@ -177,8 +178,9 @@ class Trace:
 class Probe:
     """Stands between an engine and its session while requests run."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, watch: Watch | None = None) -> None:
         self.engine = engine
+        self.watch = watch
         self.traces: dict[int, Trace] = {}
         self.steps: list[Step] = []
         self._by_slot: dict[int, Running] = {}
@@ -194,6 +196,8 @@ class Probe:
         """Run the step and note which rows it wrote for which positions."""
         output = self._session.run(cache, step)
         self.steps.append(step)
+        if self.watch:
+            self.watch(cache, step, output)
         for b, count in enumerate(step.n_new):
             owner = self._reading if cache is self.engine.scratch else self._by_slot.get(b)
             if owner is None or count == 0:
@@ -266,9 +270,12 @@ class Probe:
 
 
 @contextmanager
-def probed(engine: Engine, poison: bool = False) -> Iterator[Probe]:
-    """Put a probe into an engine; `poison` fills evicted and stale rows with NaN."""
-    probe = Probe(engine)
+def probed(engine: Engine, poison: bool = False, watch: Watch | None = None) -> Iterator[Probe]:
+    """Put a probe into an engine; `poison` fills evicted and stale rows with NaN.
+
+    `watch` sees every step after the graph has run and before rows move.
+    """
+    probe = Probe(engine, watch)
     changed = {"session": probe, "_prefill": probe.prefill, "_advance": probe.advance}
     session = engine.session
     try:
@@ -282,10 +289,14 @@ def probed(engine: Engine, poison: bool = False) -> Iterator[Probe]:
 
 
 def run_and_inspect(
-    engine: Engine, requests: Sequence[Request], *, poison: bool = False
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    poison: bool = False,
+    watch: Watch | None = None,
 ) -> list[Trace]:
     """Run requests and return their traces; every row of every slot is checked on the way."""
-    with probed(engine, poison) as probe:
+    with probed(engine, poison, watch) as probe:
         engine.generate(requests)
     traces = [probe.traces[i] for i in range(len(requests))]
     assert sum(t.wrong_rows for t in traces) == 0

@@ -10,7 +10,9 @@ import pytest
 from engines import Engines, Trace, forced_ids, prompt, request, run_and_inspect
 
 from kvsift.builder.errors import CapacityError, UsageError
+from kvsift.runtime.cache import KVCache
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.sessions import Step, StepOutput
 
 #: Every kind of policy, in blocks and in tokens, one set per layer and per head.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -146,10 +148,34 @@ def test_the_seed_decides_the_kept_set_and_nothing_else_does(engines: Engines) -
     assert all(x != y for i, x in enumerate(sets) for y in sets[:i])
 
 
+def test_every_eviction_of_a_request_draws_anew(engines: Engines) -> None:
+    steps: list[int] = []
+
+    def watch(cache: KVCache, step: Step, output: StepOutput) -> None:
+        if step.evictions is not None:
+            steps.extend(step.evictions.step.tolist())
+
+    engine = engine_of(engines, "nexus")
+    for _ in range(2):
+        run_and_inspect(engine, [request(300, 60)], watch=watch)
+        assert steps == list(range(len(steps)))
+        assert len(steps) > 5
+        steps.clear()
+
+
 def test_fifty_repeats_keep_the_same_set(engines: Engines) -> None:
     engine = engine_of(engines, "nexus")
     sets = [run_and_inspect(engine, [request(300, 20)])[0].kept_sets() for _ in range(50)]
     assert all(s == sets[0] for s in sets)
+
+
+def test_a_new_request_starts_with_an_empty_window(engines: Engines) -> None:
+    engine = engine_of(engines, "nexus")
+    run_and_inspect(engine, [request(300, 60)])
+    run_and_inspect(engine, [request(3, 0)])
+    assert engine.cache.ring is not None
+    assert engine.cache.ring[0, :3].any(axis=-1).all()
+    assert not engine.cache.ring[0, 3:].any()
 
 
 def test_requests_without_a_seed_get_their_own_and_report_it(engines: Engines) -> None:
@@ -294,6 +320,7 @@ def test_pinned_spans_survive(engines: Engines, name: str) -> None:
 def test_the_shortest_prompts_keep_something(engines: Engines, length: int, density: float) -> None:
     (trace,) = run_and_inspect(engines("nexus"), [request(length, 40, density=density)])
     assert trace.result is not None
+    assert trace.result.budget_tokens == 3 * 32  # a sink, the newest full block, and one more
     assert trace.result.kept_tokens == length + 39
     assert np.isfinite(trace.logits).all()
     # The first step after the prompt is a decode step of one token at the next position.
