@@ -13,7 +13,7 @@ import numpy as np
 import tiny
 from numpy.typing import NDArray
 
-from kvsift.builder.package import Limits, Manifest
+from kvsift.builder.package import Limits
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import default_model, open_model
@@ -302,15 +302,3 @@ def run_and_inspect(
     assert sum(t.wrong_rows for t in traces) == 0
     assert all(t.result is not None for t in traces)
     return traces
-
-
-def forced_ids(manifest: Manifest, seen: int, pins: Sequence[tuple[int, int]] = ()) -> set[int]:
-    """Return the unit ids that no eviction after `seen` tokens may drop."""
-    policy = manifest.policy
-    size = policy.block_size
-    full, total = seen // size, -(-seen // size)
-    forced = set(range(min(policy.sink_units, total)))
-    forced |= set(range(max(0, full - policy.recent_units), total))
-    for start, end in pins:
-        forced |= {position // size for position in range(start, end)}
-    return forced
