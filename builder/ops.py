@@ -73,6 +73,7 @@ class Op:
 
 
 HEAD_REDUCE = ("mean_qk", "mean_prob", "per_head")
+REDUCE = ("mean", "sum", "max")
 WALK_ORDER = ("chronological", "newest_first", "strided")
 INT_MAX = 2**31 - 1
 
@@ -81,6 +82,11 @@ _SEEN = Tensor("tokens_seen", "int32", ("E",), "true tokens so far; the newest i
 _KEYS = Tensor("keys", "T", ("B", "Hkv", "C", "D"), "key cache of the layer, rotated")
 _WINDOW = Tensor("q_window", "T", ("E", "W", "Hq*D"), "last W rotated queries, chronological")
 _IDS = Tensor("unit_ids", "int32", ("E", "R", "N"), "block number or position; -1 is padding")
+_SCORE = Tensor("score", "float32", ("E", "R", "N"), "higher means keep; -inf at padding")
+_VALUES = Tensor("values", "T", ("B", "Hkv", "C", "D"), "value cache of the layer")
+_MEAN = Tensor("mean", "float32", ("B", "Hq", "D"), "mean of the queries before rotation")
+_MOMENT = Tensor("moment", "float32", ("B", "Hq", "D", "D"), "sum of (q - mean)(q - mean)^T")
+_N_NEW = Tensor("n_new", "int32", ("B",), "real tokens of this step; 0 leaves the slot untouched")
 _BLOCK = Attr("block_size", 32, 1, 4096, "tokens per unit")
 
 _ALL_SCORES = Tensor("score", "float32", ("L", "E", "R", "N"), "higher means keep; -inf at padding")
@@ -187,6 +193,151 @@ OPS: tuple[Op, ...] = (
         (_BLOCK, _SINK, _RECENT, _MASS),
         _FORCED.format(key="score"),
         "common practice",
+    ),
+    Op(
+        "HeadTopKSelect",
+        "The heads of a layer compete for its budget; each is safe in a share of its own.",
+        (_ALL_SCORES, _BUDGET, _ALL_IDS, _SEEN, _PINS),
+        _SELECTED,
+        (
+            _BLOCK,
+            _SINK,
+            _RECENT,
+            _MASS,
+            Attr("safeguard", 0.2, 0.0, 1.0, "share of its own budget that a head never loses"),
+            Attr(
+                "max_head_ratio", 2.0, 0.0, 1e6, "largest share of a head over its budget; 0: any"
+            ),
+        ),
+        "each row first takes its forced units, then its own best up to floor(safeguard * budget); "
+        "the rest of the layer's sum of budgets goes to the best (row, unit) pairs of the layer, "
+        "ties to the lower row, then the lower index; no row exceeds floor(max_head_ratio * "
+        "budget) but by its forced units; NaN counts as the lowest",
+        "Ada-KV, arXiv 2407.11550; arXiv 2605.26678, Eq. 17-18",
+    ),
+    Op(
+        "KNormScore",
+        "Keys of small norm attract attention: keep them.",
+        (_KEYS, _IDS, _SLOTS),
+        (_SCORE,),
+        (),
+        "-|k|; unit j is row j of the slot, R = Hkv",
+        "arXiv 2406.11430",
+    ),
+    Op(
+        "KeyDiffScore",
+        "Keys unlike the mean key are kept.",
+        (_KEYS, _IDS, _SLOTS),
+        (_SCORE,),
+        (),
+        "-cos(k, mean over the row's units of k / |k|); unit j is row j of the slot, R = Hkv",
+        "arXiv 2504.15364",
+    ),
+    Op(
+        "NestedKVScore",
+        "Anomaly of a key against three time scales, routed by their disagreement.",
+        (_KEYS, _IDS, _SLOTS),
+        (_SCORE,),
+        (
+            Attr("window", 64, 1, 65536, "tokens of the current memory"),
+            Attr(
+                "block_div", 32, 1, 65536, "episodic block = clip(floor(N / block_div), min, max)"
+            ),
+            Attr("block_min", 128, 1, 65536, "shortest episodic block"),
+            Attr("block_max", 256, 1, 65536, "longest episodic block"),
+            Attr("tail", 0.1, 0.0, 0.5, "p, share of tokens at each end that measures a scale"),
+            Attr("beta", 3.0, 0.0, 1e3, "temperature of the blend"),
+            Attr("prior_stable", 0.4, 0.0, 1.0, "prior weight of the stable memory"),
+            Attr("prior_episodic", 0.4, 0.0, 1.0, "prior weight of the episodic memory"),
+            Attr("prior_current", 0.2, 0.0, 1.0, "prior weight of the current memory"),
+            Attr("kappa", 10.0, 0.0, 1e3, "sharpness of the gate"),
+            Attr("tau", 0.6, 0.0, 1.0, "threshold of the gate"),
+            Attr("adaptive", 1, 0, 1, "0: the blend keeps the prior weights"),
+            Attr("gate", 1, 0, 1, "0: no routing to the strongest memory"),
+            Attr("continuum", 1, 0, 1, "0: the stable memory alone, neither scaled nor blended"),
+        ),
+        "a_k = -cos(k, mu_k), min-max per row; w = softmax(log prior + beta * (top mean - bottom "
+        "mean)); s = std of the three, s' = max(0, mm(s) - mean mm(s)); alpha = sigmoid(kappa * "
+        "(s' - tau)); score = (1 - alpha) * sum w_k a_k + alpha * max a_k; R = Hkv, rows in order",
+        "arXiv 2605.26678, Eq. 5-15",
+    ),
+    Op(
+        "WindowScore",
+        "Attention of the newest queries to each token, pooled over neighbours.",
+        (_WINDOW, _KEYS, _IDS, _SEEN, _SLOTS),
+        (_SCORE,),
+        (
+            Attr("window_reduce", 0, 0, 2, "over the W queries", REDUCE),
+            Attr("group_reduce", 0, 0, 2, "over the query heads of a row", REDUCE),
+            Attr("pool_size", 1, 1, 63, "odd width of the average over neighbouring rows"),
+            Attr("shared", 0, 0, 1, "1: all query heads give one row (R = 1), else R = Hkv"),
+        ),
+        "group_reduce(pool(window_reduce(softmax(Q K^T / sqrt(D))))), causal; tokens of the window "
+        "itself count as 0 in the pool, which sums pool_size neighbours / pool_size, zeros "
+        "beyond the ends; unit j is row j of the slot",
+        "SnapKV arXiv 2404.14469; TOVA arXiv 2401.06104; MorphKV arXiv 2503.00979",
+    ),
+    Op(
+        "AccumUpdate",
+        "Attention that each cached token has received from all queries so far.",
+        (
+            Tensor("accum", "float32", ("B", "Hkv", "C"), "attention mass so far"),
+            Tensor("queries", "T", ("B", "S", "Hq*D"), "rotated queries of the step"),
+            _KEYS,
+            Tensor("past_lens", "int32", ("B", "Rl"), "valid rows before the step (Rl = 1 or Hkv)"),
+            _N_NEW,
+        ),
+        (Tensor("accum_out", "float32", ("B", "Hkv", "C"), "with this step's queries"),),
+        (),
+        "accum_j (0 for new rows) + sum over the step's queries and the group's heads of the causal "
+        "softmax(q K^T / sqrt(D))_j; 0 at rows that are not valid",
+        "H2O, arXiv 2306.14048",
+    ),
+    Op(
+        "QueryStatsUpdate",
+        "Running mean and second moment of the queries before rotation, sinks left out.",
+        (
+            _MEAN,
+            _MOMENT,
+            Tensor("queries", "T", ("B", "S", "Hq*D"), "queries of the step before rotation"),
+            Tensor("first_position", "int32", ("B",), "true position of the step's first token"),
+            _N_NEW,
+        ),
+        (
+            Tensor("mean_out", "float32", ("B", "Hq", "D"), "with this step's queries"),
+            Tensor("moment_out", "float32", ("B", "Hq", "D", "D"), "with this step's queries"),
+        ),
+        (Attr("sink_tokens", 4, 0, INT_MAX, "first positions that do not count"),),
+        "mean and sum of (q - mean)(q - mean)^T over all tokens at position >= sink_tokens, merged "
+        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens)",
+        "Expected Attention, arXiv 2510.00636",
+    ),
+    Op(
+        "ExpectedAttentionScore",
+        "Attention that future queries, taken as Gaussian, are expected to pay.",
+        (
+            _MEAN,
+            _MOMENT,
+            Tensor("inv_freq", "float32", ("Dh",), "inverse frequencies of the rotation, D / 2"),
+            _KEYS,
+            _VALUES,
+            _IDS,
+            _SEEN,
+            _SLOTS,
+        ),
+        (_SCORE,),
+        (
+            Attr("n_future", 512, 1, 65536, "future positions whose rotation is averaged"),
+            Attr("sink_tokens", 4, 0, INT_MAX, "first positions that the statistics leave out"),
+            Attr("epsilon", 0.0, 0.0, 1.0, "added to the probability"),
+            Attr("use_covariance", 1, 0, 1, "0: the mean query alone"),
+            Attr("use_vnorm", 1, 0, 1, "0: without |v|"),
+            Attr("rope_factor", 1.0, 0.0, 1e3, "factor on cos and sin"),
+        ),
+        "p = softmax over non-sink units of mu' k / sqrt(D) + k^T cov' k / (2 D), mu' = M mu, "
+        "cov' = M cov M^T, M = mean rotation of the next n_future positions, cov = moment / count; "
+        "score = mean over the group of (p + epsilon) * |v|; sinks score 0",
+        "Expected Attention, arXiv 2510.00636",
     ),
 )
 
