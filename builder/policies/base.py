@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvsift.builder.graph import GraphBuilder
 
 Scope = Literal["none", "prefill", "decode", "both"]
+Layout = Literal["sequence", "head"]
 WindowHeads = Literal["none", "mean", "all"]
 #: Tokens that one decode eviction frees when the units are tokens.
 TOKEN_INTERVAL = 32
@@ -36,6 +37,16 @@ class CommonOptions(Options):
     prefill_selector: Literal["same", "topk"] = Field(
         "same", description="topk: no sampling at the prompt's end, only in decode"
     )
+    recent_fraction: float = Field(
+        0.0, ge=0, lt=1, description="share of the budget that the newest units take for sure"
+    )
+    decode_interval: int = Field(
+        0, ge=0, description="tokens between two decode evictions; 0: a block, or 32 tokens"
+    )
+    layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = Field(
+        "uniform", description="uniform, pyramid, or one relative weight per layer"
+    )
+    pyramid_beta: float = Field(20.0, ge=1, description="steepness of the pyramid")
 
 
 class Policy(BaseModel):
@@ -58,6 +69,15 @@ class Policy(BaseModel):
     recent_units: int = 0
     min_budget_tokens: int = 0
     prefill_selector: Literal["same", "topk"] = "same"
+    recent_fraction: float = 0.0
+    layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = "uniform"
+    pyramid_beta: float = 20.0
+    #: Tokens between two decode evictions of a sequence, and freed by each.
+    decode_interval: int = TOKEN_INTERVAL
+    #: `head`: the heads of a layer keep different numbers of rows.
+    layout: Layout = "sequence"
+    #: State tensors that the graph updates in every step, see `builder/states.py`.
+    states: tuple[str, ...] = ()
     #: Rows must stay in position order (decode evictions gather instead of filling holes).
     needs_order: bool = False
     scorer_options: dict[str, int | float | str] = {}
@@ -79,9 +99,9 @@ class Policy(BaseModel):
         return self.scope in ("decode", "both")
 
     @property
-    def decode_interval(self) -> int:
-        """Tokens between two decode evictions of a sequence, and freed by each."""
-        return self.block_size if self.block_size > 1 else TOKEN_INTERVAL
+    def shared_lens(self) -> bool:
+        """Whether all layers and heads keep equally many rows."""
+        return self.layout == "sequence" and self.layer_budgets == "uniform"
 
 
 @dataclass(frozen=True)
@@ -100,6 +120,11 @@ class ScoreInputs:
     unit_ids: ir.Value
     tokens_seen: ir.Value
     evict_slots: ir.Value
+    #: State after the step by name (`accum`, `query_mean`, `query_moment`), see `states.py`.
+    states: dict[str, ir.Value]
+    #: Inverse frequencies float32 [D / 2] of the rotation, and the factor on its cos and sin.
+    inv_freq: ir.Value
+    rope_factor: float
 
 
 @dataclass(frozen=True)
@@ -151,6 +176,8 @@ class Scorer:
     #: A share of the score means something (coverage).
     mass: bool = False
     needs_uniform: bool = False
+    #: State tensors that it reads, see `builder/states.py`.
+    states: tuple[str, ...] = ()
     needs_order: bool = False
 
 
