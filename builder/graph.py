@@ -34,6 +34,8 @@ class GraphBuilder:
         self.tape = ir.tape.Tape()
         self._branch = branch
         self._count = 0
+        #: Attributes of the op table's nodes by op, whose bodies the model must hold.
+        self.calls: dict[str, dict[str, int | float]] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
     def op(

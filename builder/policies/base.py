@@ -157,17 +157,14 @@ class Scorer:
 
     `emit(g, inputs, options, block_size)` appends the nodes of one layer; `finish(g, stacked,
     inputs, options, block_size)`, if any, turns what they returned, stacked over the layers, into
-    the scores float32 [L, E, R, N]. Nodes of the op table come from `nodes.call`.
+    the scores float32 [L, E, R, N]. Nodes of the op table come from `nodes.call`, which notes them so
+    that their bodies go into the package.
     """
 
     name: str
     options: type[Options]
     emit: Callable[[GraphBuilder, ScoreInputs, Any, int], ir.Value]
     finish: Callable[[GraphBuilder, ir.Value, AllLayers, Any, int], ir.Value] | None = None
-    #: Attributes of each op of the table that it calls: their bodies go into the package.
-    ops: Callable[[Any, int], dict[str, dict[str, int | float]]] = field(
-        default=lambda options, block_size: {}
-    )
     window: Callable[[Any], WindowNeed] = _no_window
     per_head: Callable[[Any], bool] = _whole_layer
     default_block_size: int = 1

@@ -31,31 +31,22 @@ class NexusOptions(Options):
     head_reduce: Literal["mean_qk", "mean_prob", "per_head"] = "mean_prob"
 
 
-def _ops(options: NexusOptions, block_size: int) -> dict[str, dict[str, int | float]]:
-    return {
-        "WindowMass": {
-            "block_size": block_size,
-            "head_reduce": HEAD_REDUCE.index(options.head_reduce),
-        },
-        "NexusScore": {
-            "block_size": block_size,
-            "walk_steps": min(options.walk_steps, options.window),
-            "walk_order": WALK_ORDER.index(options.walk_order),
-            "walk_lambda": options.walk_lambda,
-            "tie_eps": options.tie_eps,
-        },
-    }
-
-
 def _emit(g: GraphBuilder, x: ScoreInputs, options: NexusOptions, block_size: int) -> ir.Value:
     inputs = (x.q_window, x.keys, x.unit_ids, x.tokens_seen, x.evict_slots)
-    return call(g, "WindowMass", inputs, _ops(options, block_size)["WindowMass"])[0]
+    attributes = {"block_size": block_size, "head_reduce": HEAD_REDUCE.index(options.head_reduce)}
+    return call(g, "WindowMass", inputs, attributes)[0]
 
 
 def _finish(
     g: GraphBuilder, mass: ir.Value, x: AllLayers, options: NexusOptions, block_size: int
 ) -> ir.Value:
-    attributes = _ops(options, block_size)["NexusScore"]
+    attributes = {
+        "block_size": block_size,
+        "walk_steps": min(options.walk_steps, options.window),
+        "walk_order": WALK_ORDER.index(options.walk_order),
+        "walk_lambda": options.walk_lambda,
+        "tie_eps": options.tie_eps,
+    }
     return call(g, "NexusScore", (mass, x.unit_ids, x.tokens_seen), attributes)[0]
 
 
@@ -64,7 +55,6 @@ SCORER = Scorer(
     options=NexusOptions,
     emit=_emit,
     finish=_finish,
-    ops=_ops,
     window=lambda o: WindowNeed(o.window, "mean" if o.head_reduce == "mean_qk" else "all"),
     per_head=lambda o: o.head_reduce == "per_head",
     default_block_size=32,

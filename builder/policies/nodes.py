@@ -24,7 +24,8 @@ def call(
 ) -> Sequence[ir.Value]:
     """Append a node of the op table and return its outputs.
 
-    Every attribute is written, since TensorRT's importer only warns of a missing one.
+    Every attribute is written, since TensorRT's importer only warns of a missing one. A model
+    holds one body per op, so an op is called with the same attributes everywhere.
     """
     row = TABLE[op]
     assert len(inputs) == len(row.inputs)
@@ -34,4 +35,5 @@ def call(
     values: dict[str, Any] = {
         a.name: int(written[a.name]) if a.is_int else float(written[a.name]) for a in row.attrs
     }
+    assert g.calls.setdefault(op, values) == values, f"{op} is called with other attributes"
     return g.multi(op, *inputs, outputs=len(row.outputs), domain=DOMAIN, **values)
