@@ -4,6 +4,9 @@
 Runtime on a CPU, which pays for valid rows only. `portable`: standard TensorScatter and Attention
 of opset 24, which pays for capacity. Both append the step's keys and values at each slot's length
 and return [B, S, Hq*D]. Rows beyond the length are written by padding tokens and never read.
+
+In the `head` layout every KV head of a slot is a row of its own, with its own length: caches are
+[B*Hkv, 1, C, D], which is the same memory. Only the portable form can do that.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from kvsift.builder.errors import UsageError
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import INT64, MICROSOFT, GraphBuilder
+from kvsift.builder.policies.base import Policy
 
 AttentionForm = Literal["gqa", "portable"]
 
@@ -21,22 +26,28 @@ AttentionForm = Literal["gqa", "portable"]
 class Attention:
     """Emits one layer's attention; what all layers share is computed once.
 
-    Parameters: `past_lens` int32 [Lr, B], `step` int64 [1] (S).
+    Parameters: `past_lens` int32 [Ll, B] ([L, B*Hkv] in the head layout), `step` int64 [1] (S).
     """
 
     def __init__(
         self,
         g: GraphBuilder,
         config: ModelConfig,
+        policy: Policy,
         form: AttentionForm,
         past_lens: ir.Value,
         step: ir.Value,
-        shared_lens: bool,
     ) -> None:
         self._g = g
         self._config = config
         self._form = form
-        self._shared = shared_lens
+        self._shared = policy.shared_lens
+        self._folded = policy.layout == "head"
+        if self._folded and form == "gqa":
+            raise UsageError(
+                "attention 'gqa' keeps equally many rows in all heads, and this policy's heads "
+                "differ; use --attention portable"
+            )
         past = g.op("Cast", past_lens, to=INT64)
         total = g.op("Add", past, step)
         if form == "gqa":
@@ -101,6 +112,10 @@ class Attention:
             self._split_heads(x, heads)
             for x, heads in zip(qkv, (c.num_heads, c.num_kv_heads, c.num_kv_heads), strict=True)
         )
+        if self._folded:
+            group = c.num_heads // c.num_kv_heads
+            q = g.op("Reshape", q, g.const([-1, group, 0, 0]))
+            k, v = (g.op("Reshape", x, g.const([-1, 1, 0, 0])) for x in (k, v))
         for new, old, out in ((k, past[0], present[0]), (v, past[1], present[1])):
             g.op("TensorScatter", old, new, start, output=out, axis=2)
         out = g.op(
@@ -114,6 +129,8 @@ class Attention:
             is_causal=1,
             name=f"attention_{layer}",
         )
+        if self._folded:
+            out = g.op("Reshape", out, g.const([-1, c.num_heads, 0, 0]))
         merged = g.op("Transpose", out, perm=[0, 2, 1, 3])
         return g.op("Reshape", merged, g.const([0, 0, c.num_heads * c.head_dim]))
 

@@ -19,16 +19,25 @@ from kvsift.builder.graph import (
     value,
 )
 from kvsift.builder.linear import FloatLinear, Linear, WeightFile, concat_rows
+from kvsift.builder.memory import Memory
 from kvsift.builder.ops import DOMAIN, OPSET
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.weights import WeightSource
 
 
+def cache_shape(config: ModelConfig, policy: Policy, layer: int) -> tuple[int | str, ...]:
+    """Return the symbolic shape of a layer's key or value cache in the graph."""
+    capacity = "C" if policy.shared_lens else f"C{layer}"
+    if policy.layout == "head":
+        return ("R", 1, capacity, config.head_dim)
+    return ("B", config.num_kv_heads, capacity, config.head_dim)
+
+
 class Decoder:
     """Emits the whole graph of one model and policy, layer by layer.
 
-    `shared_lens`: all layers keep equally many rows, so `past_lens` is [1, B]. `all_logits`:
-    logits of every token, float32 [B, S, V], as evaluation needs, else of the last, [B, V].
+    `all_logits`: logits of every token, float32 [B, S, V], as evaluation needs, else of the last
+    one, [B, V].
     """
 
     def __init__(
@@ -39,7 +48,6 @@ class Decoder:
         linear: Linear,
         *,
         form: AttentionForm = "gqa",
-        shared_lens: bool = True,
         all_logits: bool = False,
     ) -> None:
         self.config: ModelConfig = source.config
@@ -48,12 +56,10 @@ class Decoder:
         self._weights = weights
         self._linear = linear
         self._form = form
-        self._shared_lens = shared_lens
         self._all_logits = all_logits
         self._g = GraphBuilder()
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
-        self._queries: list[ir.Value] = []
 
     def build(self) -> ir.Model:
         """Emit the graph and return the model; weights are written on the way."""
@@ -61,25 +67,28 @@ class Decoder:
         ids = self._input(names.INPUT_IDS, INT64, ("B", "S"))
         positions = self._input(names.POSITION_IDS, INT64, ("B", "S"))
         n_new = self._input(names.N_NEW, INT32, ("B",))
+        policy = self._policy
+        rows = "R" if policy.layout == "head" else "B"
         past_lens = self._input(
-            names.PAST_LENS, INT32, (1 if self._shared_lens else c.num_layers, "B")
+            names.PAST_LENS, INT32, (1 if policy.shared_lens else c.num_layers, rows)
         )
         step = g.op("Shape", ids, start=1, end=2)
-        attention = Attention(g, c, self._form, past_lens, step, self._shared_lens)
+        attention = Attention(g, c, policy, self._form, past_lens, step)
+        memory = Memory(g, c, policy, self._input, self._output, positions, n_new, past_lens)
         rotation = self._rotation(positions)
         embedding = self._weight("model.embed_tokens.weight")
         x = g.op("Gather", embedding, ids)
         layers = []
         for i in range(c.num_layers):
-            x, state = self._layer(i, x, attention, rotation)
+            x, state = self._layer(i, x, attention, memory, rotation)
             layers.append(state)
         self._head(x, embedding, n_new)
-        if self._policy.evicts:
-            ring = self._append_queries(positions)
-            inputs = eviction.eviction_inputs(c, self._policy)
-            outputs = eviction.eviction_outputs(c, self._policy)
+        if policy.evicts:
+            ring = memory.ring()
+            inputs = eviction.eviction_inputs(c, policy)
+            outputs = eviction.eviction_outputs(c, policy)
             self._inputs += inputs
-            eviction.emit_guarded(g, c, self._policy, inputs, layers, ring, outputs)
+            eviction.emit_guarded(g, c, policy, inputs, layers, ring, outputs)
             self._outputs += outputs
         return self._model()
 
@@ -88,13 +97,14 @@ class Decoder:
         i: int,
         x: ir.Value,
         attention: Attention,
+        memory: Memory,
         rotation: tuple[ir.Value, ir.Value],
     ) -> tuple[ir.Value, eviction.LayerState]:
         g, c = self._g, self.config
         prefix = f"model.layers.{i}"
-        q, k, v = self._qkv(i, self._norm(x, f"{prefix}.input_layernorm.weight"))
-        q, k = self._rotate(q, c.num_heads, rotation), self._rotate(k, c.num_kv_heads, rotation)
-        shape = ("B", c.num_kv_heads, "C", c.head_dim)
+        raw, k, v = self._qkv(i, self._norm(x, f"{prefix}.input_layernorm.weight"))
+        q, k = self._rotate(raw, c.num_heads, rotation), self._rotate(k, c.num_kv_heads, rotation)
+        shape = cache_shape(c, self._policy, i)
         past = tuple(
             self._input(name(i), FLOAT, shape) for name in (names.past_key, names.past_value)
         )
@@ -105,8 +115,18 @@ class Decoder:
         x = g.op("Add", x, self._project(f"{prefix}.self_attn.o_proj", out))
         y = self._norm(x, f"{prefix}.post_attention_layernorm.weight")
         x = g.op("Add", x, self._mlp(prefix, y))
-        self._queries.append(self._newest(q))
-        return x, eviction.LayerState(present[0], present[1])
+        keys, values = (self._by_slot(cache) for cache in present)
+        states = memory.layer(i, raw, q, keys)
+        return x, eviction.LayerState(keys, values, states)
+
+    def _by_slot(self, cache: ir.Value) -> ir.Value:
+        """Return a cache as [B, Hkv, C, D], whatever its layout."""
+        if self._policy.layout == "sequence":
+            return cache
+        g, c = self._g, self.config
+        rows = g.op("Shape", cache, start=2)
+        shape = g.op("Concat", g.const([-1, c.num_kv_heads]), rows, axis=0)
+        return g.op("Reshape", cache, shape)
 
     def _qkv(self, i: int, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         g, c = self._g, self.config
@@ -168,32 +188,6 @@ class Decoder:
     def _rotate(self, x: ir.Value, heads: int, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
         return self._g.op("RotaryEmbedding", x, *rotation, num_heads=heads)
 
-    def _newest(self, q: ir.Value) -> ir.Value:
-        """Append the cut to the newest W + 1 queries of the step, head-averaged if asked."""
-        g, c, policy = self._g, self.config, self._policy
-        if not policy.window:
-            return q
-        q = g.op("Slice", q, g.const([-policy.window - 1]), g.const([2**31]), g.const([1]))
-        if policy.window_heads == "mean":
-            heads = g.op("Reshape", q, g.const([0, 0, c.num_heads, c.head_dim]))
-            q = g.op("ReduceMean", heads, g.const([2]), keepdims=0)
-        return q
-
-    def _append_queries(self, positions: ir.Value) -> ir.Value | None:
-        """Append the update of the query ring: all layers at once, in place."""
-        g, c, size = self._g, self.config, self._policy.window + 1
-        if size == 1:
-            return None
-        features = c.num_layers * eviction.window_features(c, self._policy)
-        shape = ("B", size, features)
-        old = self._input(names.Q_RING_IN, FLOAT, shape)
-        new = self._output(names.Q_RING_OUT, FLOAT, shape)
-        first = g.op("Slice", positions, g.const([-size]), g.const([2**31]), g.const([1]))
-        first = g.op("Gather", first, g.const(0), axis=1)
-        row = g.op("Mod", first, g.const(size))
-        queries = g.op("Concat", *self._queries, axis=2)
-        return g.op("TensorScatter", old, queries, row, output=new, axis=1, mode="circular")
-
     def _head(self, x: ir.Value, embedding: ir.Value, n_new: ir.Value) -> None:
         g, c = self._g, self.config
         if not self._all_logits:
@@ -236,5 +230,5 @@ class Decoder:
             graph,
             ir_version=IR_VERSION,
             producer_name="kvsift",
-            functions=eviction.functions(self.config, self._policy),
+            functions=eviction.functions(self.config, self._policy, self._g.calls),
         )

@@ -16,6 +16,8 @@ from kvsift.builder import names
 from kvsift.builder.bodies import Dims, body
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import FLOAT, INT32, GraphBuilder, value
+from kvsift.builder.memory import window_features
+from kvsift.builder.ops import TABLE
 from kvsift.builder.policies import SCORERS
 from kvsift.builder.policies.base import AllLayers, Policy, ScoreInputs
 from kvsift.builder.policies.nodes import call
@@ -24,21 +26,16 @@ from kvsift.builder.policies.selectors import SELECTORS
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer's scorer may read after the step: the caches [B, Hkv, C, D]."""
+    """What a layer's scorer may read after the step: caches [B, Hkv, C, D] and states by name."""
 
     keys: ir.Value
     values: ir.Value
+    states: dict[str, ir.Value]
 
 
 def score_rows(config: ModelConfig, policy: Policy) -> int:
     """Return R: 1 when a layer keeps one set, else the number of KV heads."""
     return config.num_kv_heads if policy.per_head else 1
-
-
-def window_features(config: ModelConfig, policy: Policy) -> int:
-    """Return the width Hq*D of the query window, 0 when the policy needs none."""
-    heads = {"none": 0, "mean": 1, "all": config.num_heads}[policy.window_heads]
-    return heads * config.head_dim
 
 
 def eviction_inputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
@@ -82,6 +79,7 @@ def emit_guarded(
     """Append the `If` node; `inputs` and `outputs` as from the functions above."""
     then = GraphBuilder("then_")
     selected = emit_selection(then, config, policy, inputs, layers, ring)
+    g.calls |= then.calls
     then_outputs = [_renamed(then, v, o, "then") for v, o in zip(selected, outputs, strict=True)]
     other = GraphBuilder("else_")
     L, R = config.num_layers, score_rows(config, policy)
@@ -121,6 +119,7 @@ def emit_selection(
     options = scorer.options.model_validate(policy.scorer_options)
     uniform = _uniform(g, config, policy, named)
     windows = _windows(g, config, policy, named, ring)
+    inv_freq = g.const(config.rope.inv_freq(config.head_dim), np.float32)
     scores = []
     for index, layer in enumerate(layers):
         at = g.const(index)
@@ -132,6 +131,9 @@ def emit_selection(
             unit_ids=g.op("Gather", ids, at, axis=0),
             tokens_seen=named[names.TOKENS_SEEN],
             evict_slots=slots,
+            states=layer.states,
+            inv_freq=inv_freq,
+            rope_factor=config.rope.attention_factor,
         )
         score = scorer.emit(g, x, options, policy.block_size)
         scores.append(g.op("Unsqueeze", score, g.const([0])))
@@ -156,27 +158,24 @@ def selector_attributes(policy: Policy) -> dict[str, int | float]:
     }
     if policy.selector == "reservoir":
         attributes["normalize"] = int(policy.scorer != "nexus")
+    known = {a.name for a in TABLE[SELECTORS[policy.selector].op].attrs}
+    attributes |= {
+        k: v for k, v in policy.selector_options.items() if k in known and not isinstance(v, str)
+    }
     return attributes
 
 
-def functions(config: ModelConfig, policy: Policy) -> list[ir.Function]:
-    """Return the bodies of the ops that the policy's nodes call, in standard ONNX."""
-    if not policy.evicts:
-        return []
-    scorer, selector = SCORERS[policy.scorer], SELECTORS[policy.selector]
-    options = scorer.options.model_validate(policy.scorer_options)
-    window_heads = config.num_heads if policy.window_heads == "all" else 1
+def functions(
+    config: ModelConfig, policy: Policy, calls: dict[str, dict[str, int | float]]
+) -> list[ir.Function]:
+    """Return the bodies, in standard ONNX, of the ops that the graph calls."""
     dims = Dims(
-        window_heads=window_heads,
+        window_heads=config.num_heads if policy.window_heads != "mean" else 1,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         window=policy.window,
     )
-    needed = {selector.op: selector_attributes(policy)}
-    needed |= scorer.ops(options, policy.block_size)
-    if _needs_philox(policy):
-        needed["PhiloxUniform"] = _philox_attributes(config, policy)
-    return [body(op, attributes, dims) for op, attributes in needed.items()]
+    return [body(op, attributes, dims) for op, attributes in calls.items()]
 
 
 def _draws(policy: Policy) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 INPUT_IDS = "input_ids"  # int64 [B, S]
 POSITION_IDS = "position_ids"  # int64 [B, S], the true positions
 N_NEW = "n_new"  # int32 [B], real tokens: S, or 0 in a one-token step: slot untouched
-PAST_LENS = "past_lens"  # int32 [L, B], valid rows of each layer before the step
+PAST_LENS = "past_lens"  # int32 [Ll, Bl], valid rows before the step: [1, B], [L, B], [L, B*Hkv]
 #: Newest queries of all layers, a ring: position p is row p % (W + 1). One row more than W, so
 #: that the padding token of an idle slot (n_new = 0) overwrites nothing that is still needed.
 Q_RING_IN = "q_ring_in"  # float32 [B, W + 1, L*Hq*D]
@@ -48,3 +48,13 @@ def present_key(layer: int) -> str:
 def present_value(layer: int) -> str:
     """Return the name of the layer's value cache output, bound to the input's memory."""
     return f"present_value.{layer}"
+
+
+def state_in(state: str, layer: int) -> str:
+    """Return the name of a state's input [B, ...], see `states.py`."""
+    return f"{state}_in.{layer}"
+
+
+def state_out(state: str, layer: int) -> str:
+    """Return the name of a state's output, bound to the input's memory."""
+    return f"{state}_out.{layer}"

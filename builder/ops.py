@@ -289,8 +289,8 @@ OPS: tuple[Op, ...] = (
         ),
         (Tensor("accum_out", "float32", ("B", "Hkv", "C"), "with this step's queries"),),
         (),
-        "accum_j (0 for new rows) + sum over the step's queries and the group's heads of the causal "
-        "softmax(q K^T / sqrt(D))_j; 0 at rows that are not valid",
+        "accum_j (0 for new rows) + sum over the step's queries and the group's heads of the "
+        "causal softmax(q K^T / sqrt(D))_j; 0 at rows that are not valid",
         "H2O, arXiv 2306.14048",
     ),
     Op(

@@ -12,7 +12,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvsift.builder.errors import UsageError, unknown_name
-from kvsift.builder.policies.base import CommonOptions, Options, Policy, Preset, Scope, Scorer
+from kvsift.builder.policies.base import (
+    TOKEN_INTERVAL,
+    CommonOptions,
+    Options,
+    Policy,
+    Preset,
+    Scope,
+    Scorer,
+)
 from kvsift.builder.policies.selectors import SELECTORS
 
 _MODULES = [
@@ -57,7 +65,7 @@ def resolve(
     if select.name == "reservoir" and str(given.get("draws")) in ("inf", "infinity"):
         given.pop("draws")
         select = SELECTORS["topk"]
-    block_size = _block_size(given.pop("block_size", score.default_block_size))
+    block_size = _block_size(score, given.pop("block_size", score.default_block_size))
     models = (score.options, select.options, CommonOptions)
     known = [name for model in models for name in model.model_fields]
     for key in given:
@@ -68,6 +76,18 @@ def resolve(
         given["recent_units"] = -(-window.rows // block_size)
     scorer_options, selector_options, common = (_parse(model, given) for model in models)
     assert isinstance(common, CommonOptions)
+    per_head = score.per_head(scorer_options)
+    if select.per_head_lengths and not per_head:
+        raise UsageError(
+            f"selector {select.name!r} lets heads compete, and scorer {score.name!r} gives one "
+            f"score for all of them here; use --selector topk, or --set head_reduce=per_head "
+            f"where the scorer has it"
+        )
+    interval = common.decode_interval or (block_size if block_size > 1 else TOKEN_INTERVAL)
+    if interval % block_size:
+        raise UsageError(
+            f"decode_interval must be a multiple of the block size {block_size}, got {interval}"
+        )
     return Policy(
         name=eviction,
         scorer=score.name,
@@ -76,11 +96,14 @@ def resolve(
         block_size=block_size,
         window=window.rows,
         window_heads=window.heads,
-        per_head=score.per_head(scorer_options),
+        per_head=per_head,
+        layout="head" if select.per_head_lengths else "sequence",
+        states=score.states,
         needs_order=score.needs_order,
         scorer_options=scorer_options.model_dump(),
         selector_options=selector_options.model_dump(),
-        **common.model_dump(),
+        **common.model_dump(exclude={"decode_interval"}),
+        decode_interval=interval,
     )
 
 
@@ -90,13 +113,17 @@ def _lookup(kind: str, name: str, known: dict[str, Any]) -> Any:
     return known[name]
 
 
-def _block_size(value: Any) -> int:
+def _block_size(scorer: Scorer, value: Any) -> int:
     try:
         size = int(value)
     except (TypeError, ValueError):
         size = 0
     if not 1 <= size <= 1024 or size & (size - 1):
         raise UsageError(f"block_size must be a power of two from 1 to 1024, got {value!r}")
+    if size > 1 and not scorer.blocks:
+        raise UsageError(
+            f"scorer {scorer.name!r} scores single tokens: block_size must be 1, got {size}"
+        )
     return size
 
 

@@ -157,8 +157,8 @@ class Scorer:
 
     `emit(g, inputs, options, block_size)` appends the nodes of one layer; `finish(g, stacked,
     inputs, options, block_size)`, if any, turns what they returned, stacked over the layers, into
-    the scores float32 [L, E, R, N]. Nodes of the op table come from `nodes.call`, which notes them so
-    that their bodies go into the package.
+    the scores float32 [L, E, R, N]. Nodes of the op table come from `nodes.call`, which notes them
+    so that their bodies go into the package.
     """
 
     name: str
@@ -167,6 +167,8 @@ class Scorer:
     finish: Callable[[GraphBuilder, ir.Value, AllLayers, Any, int], ir.Value] | None = None
     window: Callable[[Any], WindowNeed] = _no_window
     per_head: Callable[[Any], bool] = _whole_layer
+    #: Units may be blocks; else they are tokens.
+    blocks: bool = False
     default_block_size: int = 1
     #: Scores are weights > 0, so that the reservoir can sample by them.
     positive: bool = False

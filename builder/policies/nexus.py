@@ -57,6 +57,7 @@ SCORER = Scorer(
     finish=_finish,
     window=lambda o: WindowNeed(o.window, "mean" if o.head_reduce == "mean_qk" else "all"),
     per_head=lambda o: o.head_reduce == "per_head",
+    blocks=True,
     default_block_size=32,
     positive=True,
     mass=True,

@@ -18,6 +18,7 @@ SCORER = Scorer(
     options=Options,
     emit=_emit,
     per_head=lambda options: True,
+    blocks=True,
     needs_uniform=True,
 )
 

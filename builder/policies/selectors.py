@@ -26,6 +26,8 @@ class Selector:
     op: str
     options: type[Options]
     draws: Callable[[Any], int]
+    #: The heads of a layer may keep different numbers of units.
+    per_head_lengths: bool = False
 
 
 SELECTORS = {

@@ -12,7 +12,7 @@ def _emit(g: GraphBuilder, x: ScoreInputs, options: Options, block_size: int) ->
     return g.op("Cast", x.unit_ids, to=FLOAT)
 
 
-SCORER = Scorer(name="position", options=Options, emit=_emit)
+SCORER = Scorer(name="position", options=Options, emit=_emit, blocks=True)
 
 PRESET = Preset(
     name="streaming",

@@ -1,0 +1,124 @@
+"""What the graph remembers between steps beside keys and values: newest queries and states.
+
+Updated in every step, outside the guard of the eviction nodes, and bound to the same memory before
+and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from kvsift.builder import names
+from kvsift.builder.families import ModelConfig
+from kvsift.builder.graph import FLOAT, INT32, GraphBuilder
+from kvsift.builder.policies.base import Policy
+from kvsift.builder.policies.nodes import call
+from kvsift.builder.states import STATES
+
+Declare = Callable[[str, ir.DataType, Sequence[int | str]], ir.Value]
+
+
+def window_features(config: ModelConfig, policy: Policy) -> int:
+    """Return the width Hq*D of a layer's query window, 0 when the policy needs none."""
+    heads = {"none": 0, "mean": 1, "all": config.num_heads}[policy.window_heads]
+    return heads * config.head_dim
+
+
+class Memory:
+    """Emits the updates of one model and policy.
+
+    `declare_input` and `declare_output` make typed graph values. `positions` int64 [B, S],
+    `n_new` int32 [B], `past_lens` int32 [Ll, Bl] as in `names.py`.
+    """
+
+    def __init__(
+        self,
+        g: GraphBuilder,
+        config: ModelConfig,
+        policy: Policy,
+        declare_input: Declare,
+        declare_output: Declare,
+        positions: ir.Value,
+        n_new: ir.Value,
+        past_lens: ir.Value,
+    ) -> None:
+        self._g = g
+        self._config = config
+        self._policy = policy
+        self._input = declare_input
+        self._output = declare_output
+        self._positions = positions
+        self._n_new = n_new
+        self._past_lens = past_lens
+        self._queries: list[ir.Value] = []
+
+    def layer(
+        self, i: int, raw: ir.Value, rotated: ir.Value, keys: ir.Value
+    ) -> dict[str, ir.Value]:
+        """Append a layer's updates and return its states.
+
+        `raw` and `rotated` queries [B, S, Hq*D], `keys` [B, Hkv, C, D] with this step's.
+        """
+        if self._policy.window:
+            self._queries.append(self._newest(rotated))
+        states: dict[str, ir.Value] = {}
+        if "accum" in self._policy.states:
+            old, new = self._declare("accum", i)
+            inputs = (old, rotated, keys, self._row_lens(i), self._n_new)
+            states["accum"] = self._bind(call(self._g, "AccumUpdate", inputs, {})[0], new)
+        if "query_mean" in self._policy.states:
+            pairs = [self._declare(name, i) for name in ("query_mean", "query_moment")]
+            first = self._g.op("Gather", self._positions, self._g.const(0), axis=1)
+            first = self._g.op("Cast", first, to=INT32)
+            attributes = {"sink_tokens": self._policy.sink_units}
+            inputs = (pairs[0][0], pairs[1][0], raw, first, self._n_new)
+            made = call(self._g, "QueryStatsUpdate", inputs, attributes)
+            for name, value, (_, new) in zip(
+                ("query_mean", "query_moment"), made, pairs, strict=True
+            ):
+                states[name] = self._bind(value, new)
+        return states
+
+    def ring(self) -> ir.Value | None:
+        """Append the update of the query ring, all layers at once; None without a window."""
+        g, size = self._g, self._policy.window + 1
+        if size == 1:
+            return None
+        features = self._config.num_layers * window_features(self._config, self._policy)
+        old = self._input(names.Q_RING_IN, FLOAT, ("B", size, features))
+        new = self._output(names.Q_RING_OUT, FLOAT, ("B", size, features))
+        first = g.op("Slice", self._positions, g.const([-size]), g.const([2**31]), g.const([1]))
+        first = g.op("Gather", first, g.const(0), axis=1)
+        row = g.op("Mod", first, g.const(size))
+        queries = g.op("Concat", *self._queries, axis=2)
+        return g.op("TensorScatter", old, queries, row, output=new, axis=1, mode="circular")
+
+    def _newest(self, q: ir.Value) -> ir.Value:
+        """Append the cut to the newest W + 1 queries of the step, head-averaged if asked."""
+        g, c, policy = self._g, self._config, self._policy
+        q = g.op("Slice", q, g.const([-policy.window - 1]), g.const([2**31]), g.const([1]))
+        if policy.window_heads == "mean":
+            heads = g.op("Reshape", q, g.const([0, 0, c.num_heads, c.head_dim]))
+            q = g.op("ReduceMean", heads, g.const([2]), keepdims=0)
+        return q
+
+    def _declare(self, name: str, i: int) -> tuple[ir.Value, ir.Value]:
+        shape = ("B", *(f"C{i}" if d == "C" else d for d in STATES[name].dims(self._config)))
+        return (
+            self._input(names.state_in(name, i), FLOAT, shape),
+            self._output(names.state_out(name, i), FLOAT, shape),
+        )
+
+    def _bind(self, made: ir.Value, output: ir.Value) -> ir.Value:
+        """Return the graph output that carries `made`."""
+        return self._g.op("Identity", made, output=output)
+
+    def _row_lens(self, i: int) -> ir.Value:
+        """Return the layer's lengths before the step, int32 [B, 1] or [B, Hkv]."""
+        g = self._g
+        at = g.const(0 if self._policy.shared_lens else i)
+        lens = g.op("Gather", self._past_lens, at, axis=0)
+        rows = self._config.num_kv_heads if self._policy.layout == "head" else 1
+        return g.op("Reshape", lens, g.const([-1, rows]))
