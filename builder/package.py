@@ -71,12 +71,9 @@ class Manifest(BaseModel):
     ops_version: str = OPS_VERSION
     target: Literal["ort"]
     attention: Literal["gqa", "portable"]
-    layout: Literal["sequence"] = "sequence"
     dtype: Literal["float32"] = "float32"
     quantize: Literal["none", "int8", "int4"]
     all_logits: bool = False
-    #: Every layer keeps equally many rows, so lengths are [1, B] instead of [L, B].
-    shared_lens: bool = True
     seed: int = 0
     model: ModelConfig
     policy: Policy

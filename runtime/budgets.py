@@ -150,11 +150,6 @@ def largest_budget(
     return max(0, (capacity - spare) // block_size)
 
 
-def layer_budgets(units: int, num_layers: int) -> list[int]:
-    """Return one budget in units per layer: the same for all."""
-    return [units] * num_layers
-
-
 @dataclass(frozen=True)
 class BudgetRule:
     """The budget rule of an engine: its policy's unit, forced units, defaults and slot size."""
@@ -185,10 +180,7 @@ class BudgetRule:
         CapacityError names the largest one. UsageError if a pin ends beyond the prompt.
         """
         _check_pins(params.pin, prompt_tokens)
-        shape = (prompt_tokens, self.block_size, self.sink_units, self.recent_units, params.pin)
-        forced = forced_units(*shape)
-        if self.scope != "prefill":
-            forced = max(forced, steady_forced_units(*shape))
+        forced = self.forced(prompt_tokens, params.pin)
         minimum = params.min_budget_tokens
         density = self.density if params.density is None else params.density
         units = units_for(
@@ -216,6 +208,12 @@ class BudgetRule:
             return largest
         tokens = f"{units * self.block_size} tokens"
         raise self._too_large(tokens, forced, reach - prompt_tokens)
+
+    def forced(self, prompt_tokens: int, pins: Sequence[Span]) -> int:
+        """Return the units that every eviction of the request must keep."""
+        shape = (prompt_tokens, self.block_size, self.sink_units, self.recent_units, pins)
+        forced = forced_units(*shape)
+        return forced if self.scope == "prefill" else max(forced, steady_forced_units(*shape))
 
     def largest(self, new_tokens: int) -> int:
         """Return the largest budget in units of a request that generates `new_tokens`."""

@@ -15,13 +15,22 @@ from tokenizers import Tokenizer
 from kvsift.builder.errors import CapacityError, PackageError, UsageError
 from kvsift.builder.package import load_manifest, verify_hashes
 from kvsift.runtime.budgets import BudgetRule, slot_capacity, units_of
+from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session, Step
 from kvsift.runtime.sessions.ort import OrtSession
-from kvsift.runtime.slots import Slot, compact, evictions, kept_units, move_to
+from kvsift.runtime.slots import (
+    Slot,
+    compact,
+    every_unit,
+    evictions,
+    kept_units,
+    make_room,
+    move_to,
+)
 
 Logits = NDArray[np.float32]
 
@@ -199,42 +208,38 @@ class Engine:
         policy, chunk = self.manifest.policy, self.manifest.limits.chunk
         ids = sequence.prompt
         source = self._slot(sequence, 0, units_of(len(ids), policy.block_size))
-        if not policy.in_prefill:
-            source.budget = None
-        if self.manifest.attention == "gqa":  # pays for valid rows only: grow once
-            self.scratch.grow(units_of(len(ids), chunk) * chunk)
-        self.scratch.clear_window(0)
+        # GroupQueryAttention pays for valid rows only: grow once. The portable form pays for all.
+        whole = units_of(len(ids), chunk) * chunk if self.manifest.attention == "gqa" else 0
+        self.scratch.clear_memory(0)
         kept = None
         for start in range(0, len(ids), chunk):
             part = np.array([ids[start : start + chunk]], np.int64)
             size = part.shape[1]
-            self.scratch.grow(start + chunk)
+            for layer in range(len(source.lens)):
+                self.scratch.grow(layer, max(whole, start + chunk))
+            past = self._past_lens([source])
             source.append(size)
             last = start + size == len(ids)
-            evicts = last and source.budget is not None and source.units > source.budget
+            evicts = last and policy.in_prefill and source.is_over()
             step = Step(
                 input_ids=part,
                 position_ids=np.arange(start, start + size, dtype=np.int64)[None],
                 n_new=np.array([size], np.int32),
-                past_lens=np.array([[start]], np.int32),
+                past_lens=past,
                 evictions=evictions([source], self.manifest, True) if evicts else None,
             )
             output = self.session.run(self.scratch, step)
             kept = output.kept
-        if kept is None:
-            layers, rows, _ = source.ids.shape
-            every = np.arange(source.units, dtype=np.int32)
-            units = np.broadcast_to(every, (layers, rows, source.units))
-        else:
-            units = kept_units(kept, 0)
+        units = every_unit(source) if kept is None else kept_units(kept, 0)
+        if kept is not None:
             source.steps += 1
             source.coverages.append(float(kept.coverage.mean()))
-        slot = self._slot(sequence, index, self.cache.capacity // policy.block_size)
+        slot = self._slot(sequence, index, self.budgets.capacity // policy.block_size)
         move_to(self.cache, self.scratch, source, slot, units)
         slot.coverages = source.coverages
         if self.poison:
             self.scratch.poison(0, 0)
-            self.cache.poison(index, slot.length)
+            self.cache.poison(index, slot.lens)
         sequence.slot = slot
         row: Logits = self._last(output.logits)[0]
         return row
@@ -245,14 +250,14 @@ class Engine:
         ids = np.zeros((batch, 1), np.int64)
         positions = np.zeros((batch, 1), np.int64)
         n_new = np.zeros(batch, np.int32)
-        past = np.zeros((1, batch), np.int32)
         full = []
+        past = self._past_lens([s.slot for s in sequences], batch)
         for sequence in sequences:
             slot = sequence.slot
             ids[slot.index] = sequence.tokens[-1]
             positions[slot.index] = slot.seen
             n_new[slot.index] = 1
-            past[0, slot.index] = slot.length
+            make_room(self.cache, slot)
             slot.append(1)
             if self.manifest.policy.in_decode and slot.is_full():
                 full.append(slot)
@@ -267,30 +272,52 @@ class Engine:
                 slot.steps += 1
                 slot.coverages.append(float(output.kept.coverage[:, e].mean()))
                 if self.poison:
-                    self.cache.poison(slot.index, slot.length)
+                    self.cache.poison(slot.index, slot.lens)
         return self._last(output.logits)
 
     def _last(self, logits: Logits) -> Logits:
         """Return the last token's logits [B, V] of a step."""
         return logits[:, -1] if self.manifest.all_logits else logits
 
+    def _past_lens(self, slots: list[Slot], batch: int = 1) -> NDArray[np.int32]:
+        """Return the lengths of slots below `batch` as the graph takes them, see `names.py`."""
+        layers, rows = slots[0].lens.shape
+        lens = np.zeros((layers, batch, rows), np.int32)
+        for slot in slots:
+            lens[:, slot.index] = slot.lens
+        if self.manifest.policy.shared_lens:
+            lens = lens[:1]
+        return lens.reshape(len(lens), batch * rows)
+
     def _advance(self, sequence: RunningSequence, logits: Logits) -> Update:
         """Choose the next token of a sequence and report what is new."""
         text = sequence.advance(logits, time.perf_counter())
-        result = sequence.result(self.kv_bytes_per_token) if sequence.finish_reason else None
+        result = None
+        if sequence.finish_reason:
+            allocated = self.cache.nbytes // self.cache.slots
+            result = sequence.result(self.kv_bytes_per_token, allocated)
         return Update(sequence.index, text, result)
 
     def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
-        policy, model = self.manifest.policy, self.manifest.model
+        policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
         rows = model.num_kv_heads if policy.per_head else 1
+        budgets = None
+        if sequence.budget is not None:
+            forced = self.budgets.forced(size, sequence.pins)
+            prompt_units = units_of(size, policy.block_size)
+            budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
+        len_rows = model.num_kv_heads if policy.layout == "head" else 1
+        recent = int(policy.recent_fraction * (sequence.budget or 0)) * policy.block_size
         return Slot(
             index=index,
             ids=np.full((model.num_layers, rows, units), -1, np.int32),
+            lens=np.zeros((model.num_layers, len_rows), np.int32),
             block_size=policy.block_size,
-            budget=sequence.budget,
+            budgets=budgets,
             interval=policy.decode_interval,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
+            recent=recent,
         )
 
     def _load_tokenizer(self) -> Tokenizer:

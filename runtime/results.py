@@ -35,8 +35,10 @@ class GenerationResult:
     """The answer to one request, with what is needed to repeat it and what it cost.
 
     `budget_tokens` is None where eviction was off; `kept_tokens` counts the cached tokens at the
-    end; `coverage` is the kept share of the score at the last eviction, None if none was defined.
-    `kv_bytes` are held by the request's slot, `kv_bytes_dense` would be without eviction.
+    end, the mean over layers and heads where they differ; `coverage` is the kept share of the score
+    at the last eviction, None if none was defined. `kv_bytes` are used by the request's rows,
+    `kv_bytes_allocated` is the size of a slot (where heads differ, a layer is as long as its
+    longest head), `kv_bytes_dense` would be used without eviction.
     `evictions` counts the eviction steps, the prompt's included.
     """
 
@@ -51,6 +53,7 @@ class GenerationResult:
     kept_tokens: int
     coverage: float | None
     kv_bytes: int
+    kv_bytes_allocated: int
     kv_bytes_dense: int
     evictions: int
     timings: Timings

@@ -78,11 +78,13 @@ class Sequence:
                 self.finish_reason = "stop"
         return text
 
-    def result(self, kv_bytes_per_token: int) -> GenerationResult:
-        """Return the finished request's result."""
+    def result(self, kv_bytes_per_token: int, kv_bytes_allocated: int) -> GenerationResult:
+        """Return the finished request's result; `kv_bytes_per_token` is over all layers."""
         slot = self.slot
         finite = [c for c in slot.coverages if math.isfinite(c)]
-        size = slot.block_size
+        budget = None
+        if slot.budgets is not None:
+            budget = round(float(slot.budgets.mean()) * slot.block_size)
         assert self.finish_reason is not None
         return GenerationResult(
             text=self._stream.text,
@@ -92,10 +94,11 @@ class Sequence:
             prompt_tokens=len(self.prompt),
             seed=self.seeds.sampling,
             eviction_seed=self.seeds.eviction,
-            budget_tokens=None if slot.budget is None else slot.budget * size,
-            kept_tokens=slot.length,
+            budget_tokens=budget,
+            kept_tokens=round(slot.rows_held),
             coverage=finite[-1] if finite else None,
-            kv_bytes=slot.length * kv_bytes_per_token,
+            kv_bytes=round(slot.rows_held * kv_bytes_per_token),
+            kv_bytes_allocated=kv_bytes_allocated,
             kv_bytes_dense=slot.seen * kv_bytes_per_token,
             evictions=slot.steps,
             timings=self._timings(),

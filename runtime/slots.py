@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.builder.package import Manifest
-from kvsift.runtime.cache import KVCache, Rows
+from kvsift.runtime.cache import KVCache, LayerRows, Rows
 from kvsift.runtime.seeds import split_seed
 from kvsift.runtime.sessions import Evictions, Kept
 
@@ -19,68 +19,108 @@ Ints = NDArray[np.int32]
 class Slot:
     """One sequence in a cache.
 
-    `ids` int32 [L, R, N]: unit ids in row order, -1 beyond the end. `length`: valid rows.
-    `seen`: true tokens so far. `budget`: units to keep, None when nothing is evicted.
+    `ids` int32 [L, R, N]: unit ids in row order, -1 beyond the end. `lens` int32 [L, Rl]: valid
+    rows, Rl = 1 where the heads of a layer agree. `budgets` int32 [L]: units to keep per head,
+    None when nothing is evicted. `recent`: newest positions forced beside the policy's own.
     """
 
     index: int
     ids: Ints
+    lens: Ints
     block_size: int
-    budget: int | None
+    budgets: Ints | None
     interval: int
     seed: int = 0
     pins: tuple[tuple[int, int], ...] = ()
-    length: int = 0
+    recent: int = 0
+    #: True tokens so far.
     seen: int = 0
     #: Evictions so far: the Philox counter of the next one.
     steps: int = 0
     coverages: list[float] = field(default_factory=list)
 
     @property
-    def units(self) -> int:
-        """Units that the valid rows fill or touch."""
-        return -(-self.length // self.block_size)
+    def units(self) -> Ints:
+        """Units that the valid rows fill or touch, int32 [L, Rl]."""
+        return -(-self.lens // self.block_size)
+
+    @property
+    def length(self) -> int:
+        """Valid rows of the longest row: of every row where all agree."""
+        return int(self.lens.max())
+
+    @property
+    def rows_held(self) -> float:
+        """Mean number of valid rows over layers and heads."""
+        return float(self.lens.mean())
 
     def append(self, tokens: int) -> None:
         """Count `tokens` appended rows and give new units their ids."""
-        first, size = self.units, self.block_size
-        self.length += tokens
+        size, before = self.block_size, self.units
+        self.lens = self.lens + np.int32(tokens)
         self.seen += tokens
         last = (self.seen - 1) // size
-        count = self.units - first
-        self.ids[:, :, first : self.units] = np.arange(last - count + 1, last + 1)
+        count = self.units - before  # the same everywhere: rows end inside the same unit
+        added = int(count.flat[0])
+        if not added:
+            return
+        most = before.max() + added
+        if most > self.ids.shape[2]:
+            self.ids = np.pad(
+                self.ids, ((0, 0), (0, 0), (0, int(most))), constant_values=np.int32(-1)
+            )
+        at = before[:, :, None] + np.arange(added, dtype=np.int64)
+        at = np.broadcast_to(at, (*self.ids.shape[:2], added))
+        new = np.arange(last - added + 1, last + 1, dtype=np.int32)
+        np.put_along_axis(self.ids, at, np.broadcast_to(new, at.shape), axis=2)
+
+    def is_over(self) -> bool:
+        """Whether a layer holds more units than its budget: a prompt's end evicts then."""
+        return self.budgets is not None and bool((self.units.mean(axis=1) > self.budgets).any())
 
     def is_full(self) -> bool:
-        """Whether the row has reached its budget plus one interval and must evict."""
-        return self.budget is not None and (
-            self.length >= self.budget * self.block_size + self.interval
+        """Whether a layer has reached its budget plus one interval: a decode step evicts then."""
+        return self.budgets is not None and bool(
+            (self.lens.mean(axis=1) >= self.budgets * self.block_size + self.interval).any()
         )
 
-    def unit_rows(self, kept: Ints) -> Rows:
-        """Return the rows int64 [..., n] of kept units [..., k]; a partial tail is cut."""
+    def unit_rows(self, kept: Ints, length: int) -> Rows:
+        """Return the rows int64 [n] of kept units [k] of a row of `length`; a tail is cut."""
         size = self.block_size
-        rows = kept[..., :, None].astype(np.int64) * size + np.arange(size)
-        rows = rows.reshape(*kept.shape[:-1], -1)
-        tail = self.units * size - self.length
-        return rows[..., : rows.shape[-1] - tail] if tail else rows
+        rows = (kept[:, None].astype(np.int64) * size + np.arange(size)).reshape(-1)
+        return rows[: rows.size - (-length) % size]
+
+
+@dataclass
+class KeptUnits:
+    """Kept unit indices of one slot: `keep` int32 [L, R, k], ascending, of which the first
+    `counts` int32 [L, R] are real.
+    """
+
+    keep: Ints
+    counts: Ints
 
 
 def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evictions:
     """Return the step inputs for evicting slots; each counts this step's tokens already."""
-    count = max(s.units for s in slots)
+    count = max(int(s.units.max()) for s in slots)
     layers, rows, _ = slots[0].ids.shape
     ids = np.full((layers, len(slots), rows, count), -1, np.int32)
-    pins = np.zeros((len(slots), max(1, *(len(s.pins) for s in slots)), 2), np.int32)
+    pins = np.zeros((len(slots), max(len(s.pins) + 1 for s in slots), 2), np.int32)
+    budget = np.zeros((layers, len(slots), rows), np.int32)
     for e, slot in enumerate(slots):
-        ids[:, e, :, : slot.units] = slot.ids[:, :, : slot.units]
-        if slot.pins:
-            pins[e, : len(slot.pins)] = slot.pins
-    budget = np.array([s.budget for s in slots], np.int32)
+        ids[:, e] = slot.ids[:, :, :count]
+        spans = list(slot.pins)
+        if slot.recent:
+            spans.append((slot.seen - slot.recent, slot.seen))
+        pins[e, : len(spans)] = np.array(spans, np.int32).reshape(-1, 2)
+        assert slot.budgets is not None
+        budget[:, e] = slot.budgets[:, None]
     return Evictions(
         slots=np.array([s.index for s in slots], np.int32),
         tokens_seen=np.array([s.seen for s in slots], np.int32),
         unit_ids=ids,
-        budget=np.ascontiguousarray(np.broadcast_to(budget[:, None], (layers, len(slots), rows))),
+        budget=budget,
         pin_spans=pins,
         seed=np.array([split_seed(s.seed) for s in slots], np.int32),
         step=np.array([s.steps for s in slots], np.int32),
@@ -88,47 +128,89 @@ def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evicti
     )
 
 
-def kept_units(kept: Kept, e: int) -> Ints:
-    """Return the kept unit indices int32 [L, R, k] of evicting slot number `e`."""
-    return kept.keep[:, e, :, : int(kept.keep_len[0, e, 0])]
+def kept_units(kept: Kept, e: int) -> KeptUnits:
+    """Return what evicting slot number `e` keeps."""
+    counts = kept.keep_len[:, e]
+    return KeptUnits(kept.keep[:, e, :, : int(counts.max())], counts)
 
 
-def move_to(cache: KVCache, scratch: KVCache, source: Slot, target: Slot, units: Ints) -> None:
-    """Copy the kept `units` [L, R, k] of a scratch slot, in order, into a slot of `cache`."""
-    rows = source.unit_rows(units)
-    cache.gather(scratch, source.index, target.index, _per_layer(rows))
-    cache.copy_window(scratch, source.index, target.index)
-    count = units.shape[-1]
-    target.ids[:] = -1
-    target.ids[:, :, :count] = np.take_along_axis(source.ids, units.astype(np.int64), axis=2)
-    target.length = rows.shape[-1]
+def every_unit(slot: Slot) -> KeptUnits:
+    """Return all units of a slot."""
+    layers, rows, _ = slot.ids.shape
+    units = np.broadcast_to(slot.units, (layers, rows))
+    every = np.arange(int(units.max()), dtype=np.int32)
+    return KeptUnits(np.broadcast_to(every, (layers, rows, every.size)), units)
+
+
+def move_to(cache: KVCache, scratch: KVCache, source: Slot, target: Slot, kept: KeptUnits) -> None:
+    """Copy what a scratch slot keeps, in order, into a slot of `cache`, which grows as needed."""
+    rows, lens = _rows_of(source, target.lens.shape[1], kept)
+    for layer, most in enumerate(lens.max(axis=1)):
+        cache.grow(layer, _room(int(most), target))
+    cache.gather(scratch, source.index, target.index, rows)
+    cache.copy_memory(scratch, source.index, target.index)
+    target.ids = _ids_of(source, kept, target.ids.shape[2])
+    target.lens = lens
     target.seen, target.steps = source.seen, source.steps
 
 
-def compact(cache: KVCache, slot: Slot, units: Ints, needs_order: bool) -> None:
-    """Keep `units` [L, R, k] of a slot.
+def make_room(cache: KVCache, slot: Slot) -> None:
+    """Enlarge layers in which a row of the slot has no place for the next token."""
+    for layer, most in enumerate(slot.lens.max(axis=1)):
+        if most >= cache.keys[layer].shape[2]:
+            cache.grow(layer, _room(int(most), slot))
 
-    When exactly one whole block goes and order does not matter, the last block fills the hole:
-    source and target never overlap, since no block is partial then. Else rows are gathered.
+
+def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> None:
+    """Keep the given units of a slot.
+
+    When exactly one whole block of each row goes and order does not matter, the last block fills
+    the hole: source and target never overlap, since no block is partial then. Else rows are
+    gathered.
     """
-    count, last = units.shape[-1], slot.units - 1
-    if slot.block_size > 1 and count == last and not needs_order:
+    last = int(slot.units.flat[0]) - 1
+    one_goes = bool((slot.units == last + 1).all() and (kept.counts == last).all())
+    if slot.block_size > 1 and one_goes and not needs_order:
         total = last * (last + 1) // 2
-        victims = (total - units.sum(axis=-1)).astype(np.int32)
+        victims = (total - kept.keep.sum(axis=-1)).astype(np.int32)
         cache.move_block(slot.index, last, victims, slot.block_size)
-        np.put_along_axis(
-            slot.ids, victims[..., None].astype(np.int64), slot.ids[:, :, last : last + 1], 2
-        )
-        slot.length -= slot.block_size
-    else:
-        rows = slot.unit_rows(units)
-        cache.gather(cache, slot.index, slot.index, _per_layer(rows))
-        kept = np.take_along_axis(slot.ids, units.astype(np.int64), axis=2)
-        slot.ids[:, :, :count] = kept
-        slot.length = rows.shape[-1]
-    slot.ids[:, :, count:] = -1
+        at = victims[..., None].astype(np.int64)
+        np.put_along_axis(slot.ids, at, slot.ids[:, :, last : last + 1], 2)
+        slot.lens = slot.lens - np.int32(slot.block_size)
+        slot.ids[:, :, last:] = -1
+        return
+    rows, lens = _rows_of(slot, slot.lens.shape[1], kept)
+    cache.gather(cache, slot.index, slot.index, rows)
+    slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
+    slot.lens = lens
 
 
-def _per_layer(rows: Rows) -> list[Rows]:
-    """Return rows [n] where a layer shares one set, else [Hkv, n]."""
-    return [layer[0] if len(layer) == 1 else layer for layer in rows]
+def _room(rows: int, slot: Slot) -> int:
+    """Return the capacity for `rows` rows and one interval more, in whole units."""
+    size = slot.block_size
+    return -(-(rows + slot.interval) // size) * size
+
+
+def _ids_of(slot: Slot, kept: KeptUnits, units: int) -> Ints:
+    """Return the ids of the kept units, padded with -1 to at least `units`."""
+    count = kept.keep.shape[2]
+    picked = np.take_along_axis(slot.ids, np.maximum(kept.keep, 0).astype(np.int64), axis=2)
+    picked = np.where(np.arange(count) < kept.counts[..., None], picked, np.int32(-1))
+    ids = np.full((*slot.ids.shape[:2], max(units, count)), -1, np.int32)
+    ids[:, :, :count] = picked
+    return ids
+
+
+def _rows_of(slot: Slot, len_rows: int, kept: KeptUnits) -> tuple[list[LayerRows], Ints]:
+    """Return the kept rows of each layer, and their numbers int32 [L, len_rows]."""
+    made: list[LayerRows] = []
+    lens = np.zeros((len(kept.keep), len_rows), np.int32)
+    for layer, (keep, counts) in enumerate(zip(kept.keep, kept.counts, strict=True)):
+        lengths = np.broadcast_to(slot.lens[layer], counts.shape)
+        rows = [
+            slot.unit_rows(units[:count], int(length))
+            for units, count, length in zip(keep, counts, lengths, strict=True)
+        ]
+        made.append(rows if len(rows) > 1 else rows[0])
+        lens[layer] = [len(r) for r in rows][:len_rows]
+    return made, lens

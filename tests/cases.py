@@ -16,6 +16,16 @@ from kvsift.builder.bodies import Dims
 Array = NDArray[Any]
 
 SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n": 5, "P": 2}
+#: Rows of a cache where nothing else is said.
+TOKENS = 28
+#: Scorers that give each KV head a row of its own.
+ROW_SCORERS = (
+    "ExpectedAttentionScore",
+    "KNormScore",
+    "KeyDiffScore",
+    "NestedKVScore",
+    "WindowScore",
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,12 @@ class Scene:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rng = np.random.default_rng(case.seed)
-        self.block = int(case.attrs.get("block_size", 4))
-        self.size = dict(SIZES) | dict(case.sizes)
+        # Ops without block_size take tokens as units.
+        self.block = int(case.attrs.get("block_size", 1))
+        units = {"N": TOKENS} if "block_size" not in case.attrs else {}
+        self.size = dict(SIZES) | units | dict(case.sizes)
         per_head = case.attrs.get("head_reduce") == ops.HEAD_REDUCE.index("per_head")
+        per_head |= case.op in ROW_SCORERS and not case.attrs.get("shared")
         self.size.setdefault("R", self.size["Hkv"] if per_head else 1)
         self.size.setdefault("C", self.size["N"] * self.block)
         for attr in ops.TABLE[case.op].attrs:
@@ -171,10 +184,12 @@ def edge_cases(op: ops.Op) -> Iterator[Case]:
     yield replace(plain, name="one-unit", sizes={"N": 1})
     yield replace(plain, name="one-slot", sizes={"E": 1, "B": 1, "L": 1})
     yield replace(plain, name="whole-cache", sizes={"E": 1, "B": 1}, lens=(28,), seen=(28,))
-    yield replace(plain, name="rows", sizes={"R": 2} if "head_reduce" not in base else {})
+    if not {"head_reduce", "shared"} & set(base):
+        yield replace(plain, name="rows", sizes={"R": 2})
     yield replace(plain, name="empty-slot", lens=(0,), seen=(0,))
     yield replace(plain, name="first-tokens", lens=(1, 2, 5), seen=(1, 2, 5))
-    yield replace(plain, name="ragged-capacity", sizes={"C": 26}, lens=(26, 25))
+    ragged = 26 if "block_size" in base else 33
+    yield replace(plain, name="ragged-capacity", sizes={"C": ragged}, lens=(26, 25))
     yield replace(plain, name="full", lens=(28, 28, 28))
     yield replace(plain, name="skipped-slot", slots=(-1,))
     if any(t.dtype == "T" for t in op.inputs):
@@ -200,5 +215,10 @@ def all_cases(op: ops.Op) -> list[Case]:
             cases.append(replace(edge, name=f"{edge.name}-{ops.HEAD_REDUCE[mode]}", attrs=attrs))
         averaged = dict(cases[0].attrs) | {"head_reduce": 0}
         cases.append(Case(op.name, "averaged-window", averaged, {"Hq": 1}))
+        return cases
+    if "shared" in op.defaults():
+        for shared, edge in itertools.product(range(2), edge_cases(op)):
+            attrs = dict(edge.attrs) | {"shared": shared, "pool_size": 5}
+            cases.append(replace(edge, name=f"{edge.name}-shared{shared}", attrs=attrs))
         return cases
     return cases + list(edge_cases(op))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from reference_nexus import nexus_score, window_mass
 from reference_philox import philox_uniform
 from reference_select import Array, reservoir_priority, reservoir_select, topk_priority, topk_select
+from reference_window import window_score
 
 from kvsift.builder.ops import Value
 
@@ -24,6 +25,7 @@ REFERENCE: dict[str, Callable[[Attrs, Inputs], list[Array]]] = {
     "ReservoirSelect": reservoir_select,
     "TopKSelect": topk_select,
     "WindowMass": window_mass,
+    "WindowScore": window_score,
 }
 PRIORITY: dict[str, Callable[[Attrs, Inputs], Array]] = {
     "ReservoirSelect": reservoir_priority,

@@ -13,6 +13,7 @@ from kvsift.builder.bodies import (
     reservoir_select,
     topk_select,
     window_mass,
+    window_score,
 )
 from kvsift.builder.bodies.tools import Body, Dims
 from kvsift.builder.errors import UsageError, unknown_name
@@ -27,6 +28,7 @@ BODIES: dict[str, Build] = {
     "ReservoirSelect": reservoir_select.build,
     "TopKSelect": topk_select.build,
     "WindowMass": window_mass.build,
+    "WindowScore": window_score.build,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,7 +62,7 @@ class OrtSession:
         self._manifest = manifest
         self._inputs = {spec.name for spec in manifest.inputs}
         self._rows = manifest.model.num_kv_heads if manifest.policy.per_head else 1
-        self._bindings: WeakKeyDictionary[KVCache, dict[tuple[int, int], Any]] = WeakKeyDictionary()
+        self._bindings: WeakKeyDictionary[KVCache, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
         self._empty = self._no_evictions()
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
@@ -93,17 +94,22 @@ class OrtSession:
     def _binding(self, cache: KVCache, batch: int) -> Any:
         """Return the binding of the first `batch` slots, whose cache memory is bound once."""
         known = self._bindings.setdefault(cache, {})
-        key = (batch, cache.capacity)
+        key = (batch, *cache.capacities)
         if key not in known:
             known.clear()
             binding = self._session.io_binding()
-            pairs = [(names.past_key, names.present_key, cache.keys)]
-            pairs.append((names.past_value, names.present_value, cache.values))
-            for past, present, arrays in pairs:
+            folded = self._manifest.policy.layout == "head"
+            pairs = [(names.past_key, names.present_key, cache.keys, folded)]
+            pairs.append((names.past_value, names.present_value, cache.values, folded))
+            for name, arrays in cache.states.items():
+                ends = (partial(names.state_in, name), partial(names.state_out, name))
+                pairs.append((*ends, arrays, False))
+            for before, after, arrays, fold in pairs:
                 for layer, array in enumerate(arrays):
-                    shared = _shared(array[:batch])
-                    binding.bind_ortvalue_input(past(layer), shared)
-                    binding.bind_ortvalue_output(present(layer), shared)
+                    part = array[:batch]
+                    shared = _shared(part.reshape(-1, 1, *part.shape[2:]) if fold else part)
+                    binding.bind_ortvalue_input(before(layer), shared)
+                    binding.bind_ortvalue_output(after(layer), shared)
             if cache.ring is not None:
                 shared = _shared(cache.ring[:batch])
                 binding.bind_ortvalue_input(names.Q_RING_IN, shared)
