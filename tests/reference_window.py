@@ -31,8 +31,7 @@ def neighbour_mean(values: Array, size: int) -> Array:
 def window_score(attrs: Mapping[str, Value], x: Mapping[str, Array]) -> list[Array]:
     """score = group_reduce(pool(window_reduce(softmax(q K^T / sqrt(D))))), per slot and row.
 
-    A query counts if it sees a key. Tokens of the window are 0 before the pool. NaN (undefined)
-    for a skipped slot, -inf at padding.
+    Tokens of the window are 0 before the pool. NaN (undefined) for a skipped slot, -inf at padding.
     """
     keys, window = x["keys"].astype(np.float64), x["q_window"].astype(np.float64)
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
@@ -50,12 +49,11 @@ def window_score(attrs: Mapping[str, Value], x: Mapping[str, Array]) -> list[Arr
         per_head = []
         for h in heads:
             K = np.where(valid[:, None], keys[slot, h // group, : len(ids)], 0.0)
-            paid = []
-            for w in range(W):
-                visible = valid & (ids <= seen - W + w)
-                if visible.any():
-                    paid.append(visible_attention(window[e, w, h], K, visible))
-            P = reduced(attrs["window_reduce"], paid) if paid else np.zeros(len(ids))
+            paid = [
+                visible_attention(window[e, w, h], K, valid & (ids <= seen - W + w))
+                for w in range(W)
+            ]
+            P = reduced(attrs["window_reduce"], paid)
             P = np.where(ids < seen - W, P, 0.0)
             per_head.append(neighbour_mean(P, int(attrs["pool_size"])))
         score[e, r] = np.where(valid, reduced(attrs["group_reduce"], per_head), -np.inf)

@@ -11,10 +11,9 @@ from kvsift.builder import ops
 from kvsift.builder.bodies.attention import (
     check_heads,
     head_logits,
-    query_positions,
     window_queries,
 )
-from kvsift.builder.bodies.rows import FLOAT, key_positions, slot_count
+from kvsift.builder.bodies.rows import key_positions, slot_count
 from kvsift.builder.bodies.tools import FAR, Body, Dims
 from kvsift.builder.errors import UsageError
 
@@ -24,43 +23,29 @@ def build(b: Body, attrs: Mapping[str, ops.Value], dims: Dims) -> list[ir.Value]
     check_heads("WindowScore", dims)
     rows = 1 if attrs["shared"] else dims.num_kv_heads
     position = key_positions(b, 1)  # [E, R, N]
-    oldest = b.unsqueeze(b.reduce("Min", position, 2, keep=True), 3)
-    asked = b.op("GreaterOrEqual", query_positions(b, dims), oldest)  # [E, R, W, 1]
+    logits = head_logits(b, window_queries(b, dims), position, dims, rows)
+    probs = b.op("Softmax", logits, axis=-1)  # [E, Hq, W, N]
+    score = over_window(b, ops.REDUCE[int(attrs["window_reduce"])], probs, dims)
+    slot, units = slot_count(b), b.size(position, 2)
+    score = b.reshape(score, slot, rows, dims.window_heads // rows, units)
 
-    # A query that sees no key, as before the sequence's start, may hold anything.
-    first = b.op(
-        "Transpose",
-        b.reduce("Max", b.cast(asked, ir.DataType.INT32), 1, keep=True),
-        perm=[0, 2, 1, 3],
-    )
-    exists = b.op("Greater", first, b.i32(0))  # [E, W, 1, 1]
-    query = b.op("Where", exists, window_queries(b, dims), b.f32(0.0))
-    probs = b.op("Softmax", head_logits(b, query, position, dims, rows), axis=-1)
-    score = over_window(b, ops.REDUCE[int(attrs["window_reduce"])], probs, asked, dims, rows)
-
+    # A token older than the window is seen by all queries, so none of them lacks a key where the
+    # score counts; what the others get, rows of a window that is not full included, ends here.
     start = b.op("Sub", b.reshape(b.input("tokens_seen"), -1, 1, 1), b.i32(dims.window))
-    older = b.cast(b.op("Less", position, start), FLOAT)  # [E, R, N]
-    score = b.op("Mul", score, b.unsqueeze(older, 2))
+    older = b.unsqueeze(b.op("Less", position, start), 2)
+    score = b.op("Where", older, score, b.f32(0.0))
     score = pooled(b, score, int(attrs["pool_size"]), dims)
     score = over_group(b, ops.REDUCE[int(attrs["group_reduce"])], score, dims.window_heads // rows)
-    score = b.reshape(score, slot_count(b), rows, b.size(position, 2))
+    score = b.reshape(score, slot, rows, units)
     return [b.op("Where", b.op("Less", position, b.i32(FAR)), score, b.f32(-np.inf))]
 
 
-def over_window(
-    b: Body, kind: str, probs: ir.Value, asked: ir.Value, dims: Dims, rows: int
-) -> ir.Value:
-    """Reduce [E,Hq,W,N] over the queries that see a key, to [E,R,Hq/R,N]."""
-    slot, units = slot_count(b), b.size(probs, 3)
-    used = b.cast(asked, FLOAT)  # [E, R, W, 1]
-    probs = b.reshape(probs, slot, rows, dims.window_heads // rows, dims.window, units)
+def over_window(b: Body, kind: str, probs: ir.Value, dims: Dims) -> ir.Value:
+    """Reduce [E,Hq,W,N] over the queries, to [E,Hq,1,N] or [E,Hq,N]."""
     if kind == "max":
-        return b.reduce("Max", b.op("Mul", probs, b.unsqueeze(used, 2)), 3)
-    weight = b.op("Transpose", used, perm=[0, 1, 3, 2])  # [E, R, 1, W]
-    if kind == "mean":
-        count = b.op("MatMul", weight, b.const(np.ones((dims.window, 1)), np.float32))
-        weight = b.op("Div", weight, b.op("Max", count, b.f32(1.0)))
-    return b.op("Squeeze", b.op("MatMul", b.unsqueeze(weight, 2), probs), b.i64(3))
+        return b.reduce("Max", probs, 2)
+    weight = 1.0 / dims.window if kind == "mean" else 1.0
+    return b.op("MatMul", b.const(np.full((1, dims.window), weight), np.float32), probs)
 
 
 def pooled(b: Body, score: ir.Value, size: int, dims: Dims) -> ir.Value:
