@@ -30,6 +30,7 @@ from kvsift.runtime.slots import (
     kept_units,
     make_room,
     move_to,
+    new_slot,
 )
 
 Logits = NDArray[np.float32]
@@ -300,24 +301,20 @@ class Engine:
 
     def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
-        rows = model.num_kv_heads if policy.per_head else 1
         budgets = None
         if sequence.budget is not None:
             forced = self.budgets.forced(size, sequence.pins)
             prompt_units = units_of(size, policy.block_size)
             budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
-        len_rows = model.num_kv_heads if policy.layout == "head" else 1
-        recent = int(policy.recent_fraction * (sequence.budget or 0)) * policy.block_size
-        return Slot(
-            index=index,
-            ids=np.full((model.num_layers, rows, units), -1, np.int32),
-            lens=np.zeros((model.num_layers, len_rows), np.int32),
-            block_size=policy.block_size,
-            budgets=budgets,
-            interval=policy.decode_interval,
+        return new_slot(
+            model,
+            policy,
+            index,
+            units,
+            budgets,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
-            recent=recent,
+            recent=int(policy.recent_fraction * (sequence.budget or 0)) * policy.block_size,
         )
 
     def _load_tokenizer(self) -> Tokenizer:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsift.builder.families import ModelConfig
 from kvsift.builder.package import Manifest
+from kvsift.builder.policies.base import Layout, Policy
 from kvsift.runtime.cache import KVCache, LayerRows, Rows
 from kvsift.runtime.seeds import split_seed
 from kvsift.runtime.sessions import Evictions, Kept
@@ -89,6 +91,37 @@ class Slot:
         size = self.block_size
         rows = (kept[:, None].astype(np.int64) * size + np.arange(size)).reshape(-1)
         return rows[: rows.size - (-length) % size]
+
+
+def new_slot(
+    model: ModelConfig,
+    policy: Policy,
+    index: int,
+    units: int,
+    budgets: Ints | None,
+    *,
+    seed: int = 0,
+    pins: tuple[tuple[int, int], ...] = (),
+    recent: int = 0,
+    layout: Layout | None = None,
+) -> Slot:
+    """Return an empty slot with room for the ids of `units` units.
+
+    `layout` is the graph's, where it is not the policy's own.
+    """
+    rows = model.num_kv_heads if policy.per_head else 1
+    len_rows = model.num_kv_heads if (layout or policy.layout) == "head" else 1
+    return Slot(
+        index=index,
+        ids=np.full((model.num_layers, rows, units), -1, np.int32),
+        lens=np.zeros((model.num_layers, len_rows), np.int32),
+        block_size=policy.block_size,
+        budgets=budgets,
+        interval=policy.decode_interval,
+        seed=seed,
+        pins=pins,
+        recent=recent,
+    )
 
 
 @dataclass

@@ -233,7 +233,7 @@ class Probe:
         trace.logits.append(logits.copy())
         if slot.steps > self._evictions[sequence.index]:
             self._evictions[sequence.index] = slot.steps
-            trace.kept.append(slot.ids[:, :, : slot.units].copy())
+            trace.kept.append(slot.ids[:, :, : int(slot.units.max())].copy())
             trace.seen.append(slot.seen)
             self._compare(trace, sequence)
         update = type(self.engine)._advance(self.engine, sequence, logits)
@@ -242,7 +242,7 @@ class Probe:
         if update.result:
             self._compare(trace, sequence)
             del self._by_slot[slot.index]
-            trace.ids = slot.ids[:, :, : slot.units].copy()
+            trace.ids = slot.ids[:, :, : int(slot.units.max())].copy()
             caches = self.engine.cache.keys, self.engine.cache.values
             trace.keys, trace.values = (
                 [a[slot.index, :, : slot.length].copy() for a in arrays] for arrays in caches
@@ -253,20 +253,19 @@ class Probe:
         """Count the valid rows of the slot that are not what was written for their position."""
         slot, cache = sequence.slot, self.engine.cache
         size = slot.block_size
-        ids = slot.ids[:, :, : slot.units]
-        assert (ids >= 0).all()
-        assert (slot.ids[:, :, slot.units :] == -1).all()
-        held = (ids[..., None] * size + np.arange(size)).reshape(*ids.shape[:2], -1)
-        trace.positions_held = held = held[..., : slot.length]
-        layers, rows, _ = held.shape
-        for layer in range(layers):
+        layers, rows, most = slot.ids.shape
+        units, lens = (np.broadcast_to(a, (layers, rows)) for a in (slot.units, slot.lens))
+        assert ((slot.ids >= 0) == (np.arange(most) < units[..., None])).all()
+        held = (slot.ids[..., None] * size + np.arange(size)).reshape(layers, rows, -1)
+        trace.positions_held = held[..., : slot.length]
+        for layer, row in np.ndindex(layers, rows):
+            length = int(lens[layer, row])
+            heads = slice(None) if rows == 1 else slice(row, row + 1)
+            positions = held[layer, row, :length].tolist()
             for array, at in ((cache.keys[layer], layer), (cache.values[layer], layers + layer)):
-                got = array[slot.index, :, : slot.length]
-                for row in range(rows):
-                    want = np.stack([trace.written[p][at] for p in held[layer, row].tolist()], 1)
-                    heads = slice(None) if rows == 1 else slice(row, row + 1)
-                    same = (got[heads] == want[heads]).all(-1)
-                    trace.wrong_rows += int((~same).sum())
+                got = array[slot.index, heads, :length]
+                want = np.stack([trace.written[p][at][heads] for p in positions], 1)
+                trace.wrong_rows += int((~(got == want).all(-1)).sum())
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from kvsift.runtime.budgets import (
     BudgetRule,
     forced_units,
     largest_budget,
-    layer_budgets,
     slot_capacity,
     steady_forced_units,
     units_for,
@@ -212,7 +211,3 @@ def test_next_turn_is_cut_to_the_slot():
 def test_pin_beyond_the_prompt():
     with pytest.raises(UsageError, match=r"pin must end within the prompt's 100 tokens"):
         rule_of().units(100, EvictionParams(pin=[(90, 101)]), 1)
-
-
-def test_layer_budgets_are_uniform():
-    assert layer_budgets(51, 30) == [51] * 30

@@ -81,7 +81,7 @@ def test_logits_and_kept_sets_are_those_of_the_engine(
         np.concatenate(made), np.array(trace.logits[1:]), rtol=1e-3, atol=1e-3
     )
     np.testing.assert_array_equal(
-        np.sort(slot.ids[:, :, : slot.units], axis=-1), np.sort(trace.ids, axis=-1)
+        np.sort(slot.ids[:, :, : int(slot.units.max())], axis=-1), np.sort(trace.ids, axis=-1)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -20,7 +20,7 @@ def call(
     g: GraphBuilder,
     op: str,
     inputs: Sequence[ir.Value | None],
-    attributes: dict[str, Value],
+    attributes: Mapping[str, Value],
 ) -> Sequence[ir.Value]:
     """Append a node of the op table and return its outputs.
 
@@ -30,7 +30,7 @@ def call(
     row = TABLE[op]
     assert len(inputs) == len(row.inputs)
     assert None not in inputs, f"{op} needs every input"
-    written: dict[str, Value] = row.defaults() | attributes
+    written: dict[str, Value] = row.defaults() | dict(attributes)
     assert written.keys() == row.defaults().keys(), f"{op} has no such attribute"
     values: dict[str, Any] = {
         a.name: int(written[a.name]) if a.is_int else float(written[a.name]) for a in row.attrs

@@ -67,7 +67,7 @@ class DenseSteps:
         """Run the step and take it back."""
         _decode(self._engine, self.sequences)
         for sequence in self.sequences:
-            sequence.slot.length -= 1
+            sequence.slot.lens = sequence.slot.lens - 1
             sequence.slot.seen -= 1
             sequence.tokens.pop()
 
@@ -75,7 +75,7 @@ class DenseSteps:
         """Return the step's logits [batch, V]."""
         made = self._engine._decode(self.sequences)
         for sequence in self.sequences:
-            sequence.slot.length -= 1
+            sequence.slot.lens = sequence.slot.lens - 1
             sequence.slot.seen -= 1
         return made
 

@@ -7,6 +7,7 @@ graph gives the logits of every token, so that known text runs in few steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,19 @@ from kvsift.builder.package import Policy, load_manifest
 from kvsift.runtime.budgets import BudgetRule, units_of
 from kvsift.runtime.cache import KVCache
 from kvsift.runtime.evaluation.variants import Variant
+from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.sessions import Evictions, Kept, Step
 from kvsift.runtime.sessions.ort import OrtSession
-from kvsift.runtime.slots import Slot, compact, evictions, kept_units, move_to
+from kvsift.runtime.slots import (
+    Slot,
+    compact,
+    every_unit,
+    evictions,
+    kept_units,
+    move_to,
+    new_slot,
+)
 
 Floats = NDArray[np.float32]
 #: The block size of the policy that sets everyone's budget.
@@ -81,7 +91,7 @@ class Lab:
 
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read a prompt into the scratch from its start; return its last token's logits [V]."""
-        self.scratch.clear_window(0)
+        self.scratch.clear_memory(0)
         self._prompt, logits = 0, np.zeros(0, np.float32)
         chunk = self.manifest.limits.chunk
         for start in range(0, len(tokens), chunk):
@@ -112,21 +122,30 @@ class Lab:
 
     def evict(self, variant: Variant, budget: int | None, seed: int) -> Slot:
         """Evict from the prompt as the variant does at its end; what stays is in the cache."""
-        policy = variant.policy
+        policy, model = variant.policy, self.manifest.model
         size = policy.block_size
-        rows = self.manifest.model.num_kv_heads if policy.per_head else 1
-        layers = self.manifest.model.num_layers
-
-        def slot(units: int) -> Slot:
-            ids = np.full((layers, rows, units), -1, np.int32)
-            return Slot(0, ids, size, budget, policy.decode_interval, seed)
-
-        source = slot(units_of(self._prompt, size))
+        total = units_of(self._prompt, size)
+        budgets = (
+            None
+            if budget is None
+            else layer_budgets(
+                policy, budget, total, model.num_layers, policy.sink_units + policy.recent_units
+            )
+        )
+        slot = partial(
+            new_slot,
+            model,
+            policy,
+            0,
+            budgets=budgets,
+            seed=seed,
+            recent=int(policy.recent_fraction * (budget or 0)) * size,
+            layout=self.manifest.policy.layout,
+        )
+        source = slot(total)
         source.append(self._prompt)
-        if budget is None or source.units <= budget:
-            every = np.arange(source.units, dtype=np.int32)
-            units = np.broadcast_to(every, (layers, rows, source.units))
-        else:
+        units = every_unit(source)
+        if source.is_over():
             kept = self._select(variant, self.scratch, source, True)
             units = kept_units(kept, 0)
             source.steps += 1
