@@ -95,7 +95,7 @@ dev: .venv/.dev
 	@touch $@
 
 .venv/.dev: .venv/.installed
-	$(PY) $(PIP_INSTALL) --editable '.[test,lint]'
+	$(PY) $(PIP_INSTALL) --editable '.[test,lint,cuda-cpu-test]'
 	@touch $@
 
 # An environment of its own: the other tests must pass where torch is absent, and kvpress holds

@@ -27,6 +27,16 @@ struct Attribute {
   double high;
 };
 
+// Where the number behind a symbol of the shapes is found: in a dimension of an input (divided by
+// another symbol if `divisor` is not empty), or, if `input` is -1, in an attribute.
+struct Size {
+  std::string_view symbol;
+  std::int32_t input;
+  std::int32_t axis;
+  std::string_view divisor;
+  std::string_view attribute;
+};
+
 inline constexpr std::string_view kDomain = "kvsift";
 inline constexpr std::string_view kOpsVersion = "1";
 
@@ -53,11 +63,46 @@ struct WindowMass {
       {"block_size", true, 1.0, 4096.0},
       {"head_reduce", true, 0.0, 2.0},
   }};
+  static constexpr std::array<Size, 9> kSizes{{
+      {"E", 0, 0, "", ""},
+      {"W", 0, 1, "", ""},
+      {"B", 1, 0, "", ""},
+      {"Hkv", 1, 1, "", ""},
+      {"C", 1, 2, "", ""},
+      {"D", 1, 3, "", ""},
+      {"R", 2, 1, "", ""},
+      {"N", 2, 2, "", ""},
+      {"Hq", 0, 2, "D", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
   // Calls f(name, member) for each attribute.
   template <typename A, typename F>
   static void visit(A& attrs, F&& f) {
     f("block_size", attrs.block_size);
     f("head_reduce", attrs.head_reduce);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.E = sizes[0];
+    args.W = sizes[1];
+    args.B = sizes[2];
+    args.Hkv = sizes[3];
+    args.C = sizes[4];
+    args.D = sizes[5];
+    args.R = sizes[6];
+    args.N = sizes[7];
+    args.Hq = sizes[8];
+    args.q_window = static_cast<decltype(args.q_window)>(inputs[0]);
+    args.keys = static_cast<decltype(args.keys)>(inputs[1]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[2]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[3]);
+    args.evict_slots = static_cast<decltype(args.evict_slots)>(inputs[4]);
+    args.mass = static_cast<decltype(args.mass)>(outputs[0]);
+    args.block_size = attrs.block_size;
+    args.head_reduce = attrs.head_reduce;
   }
 };
 
@@ -88,6 +133,15 @@ struct NexusScore {
       {"walk_lambda", false, 0.0, 1000000.0},
       {"tie_eps", false, 0.0, 1.0},
   }};
+  static constexpr std::array<Size, 5> kSizes{{
+      {"L", 0, 0, "", ""},
+      {"E", 0, 1, "", ""},
+      {"R", 0, 2, "", ""},
+      {"W", 0, 3, "", ""},
+      {"N", 0, 4, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
   // Calls f(name, member) for each attribute.
   template <typename A, typename F>
   static void visit(A& attrs, F&& f) {
@@ -96,6 +150,25 @@ struct NexusScore {
     f("walk_order", attrs.walk_order);
     f("walk_lambda", attrs.walk_lambda);
     f("tie_eps", attrs.tie_eps);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.L = sizes[0];
+    args.E = sizes[1];
+    args.R = sizes[2];
+    args.W = sizes[3];
+    args.N = sizes[4];
+    args.mass = static_cast<decltype(args.mass)>(inputs[0]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[1]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[2]);
+    args.score = static_cast<decltype(args.score)>(outputs[0]);
+    args.block_size = attrs.block_size;
+    args.walk_steps = attrs.walk_steps;
+    args.walk_order = attrs.walk_order;
+    args.walk_lambda = attrs.walk_lambda;
+    args.tie_eps = attrs.tie_eps;
   }
 };
 
@@ -118,11 +191,36 @@ struct PhiloxUniform {
       {"draws", true, 1.0, 1024.0},
       {"heads_per_layer", true, 1.0, 65536.0},
   }};
+  static constexpr std::array<Size, 5> kSizes{{
+      {"L", 0, 0, "", ""},
+      {"E", 0, 1, "", ""},
+      {"R", 0, 2, "", ""},
+      {"N", 0, 3, "", ""},
+      {"n", -1, 0, "", "draws"},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
   // Calls f(name, member) for each attribute.
   template <typename A, typename F>
   static void visit(A& attrs, F&& f) {
     f("draws", attrs.draws);
     f("heads_per_layer", attrs.heads_per_layer);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.L = sizes[0];
+    args.E = sizes[1];
+    args.R = sizes[2];
+    args.N = sizes[3];
+    args.n = sizes[4];
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[0]);
+    args.seed = static_cast<decltype(args.seed)>(inputs[1]);
+    args.step = static_cast<decltype(args.step)>(inputs[2]);
+    args.u = static_cast<decltype(args.u)>(outputs[0]);
+    args.draws = attrs.draws;
+    args.heads_per_layer = attrs.heads_per_layer;
   }
 };
 
@@ -156,6 +254,16 @@ struct ReservoirSelect {
       {"normalize", true, 0.0, 1.0},
       {"score_is_mass", true, 0.0, 1.0},
   }};
+  static constexpr std::array<Size, 6> kSizes{{
+      {"L", 0, 0, "", ""},
+      {"E", 0, 1, "", ""},
+      {"R", 0, 2, "", ""},
+      {"N", 0, 3, "", ""},
+      {"n", 1, 3, "", ""},
+      {"P", 5, 1, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 3> kAliases{{-1, -1, -1}};
   // Calls f(name, member) for each attribute.
   template <typename A, typename F>
   static void visit(A& attrs, F&& f) {
@@ -164,6 +272,31 @@ struct ReservoirSelect {
     f("recent_units", attrs.recent_units);
     f("normalize", attrs.normalize);
     f("score_is_mass", attrs.score_is_mass);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.L = sizes[0];
+    args.E = sizes[1];
+    args.R = sizes[2];
+    args.N = sizes[3];
+    args.n = sizes[4];
+    args.P = sizes[5];
+    args.score = static_cast<decltype(args.score)>(inputs[0]);
+    args.u = static_cast<decltype(args.u)>(inputs[1]);
+    args.budget = static_cast<decltype(args.budget)>(inputs[2]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[3]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[4]);
+    args.pin_spans = static_cast<decltype(args.pin_spans)>(inputs[5]);
+    args.keep = static_cast<decltype(args.keep)>(outputs[0]);
+    args.keep_len = static_cast<decltype(args.keep_len)>(outputs[1]);
+    args.coverage = static_cast<decltype(args.coverage)>(outputs[2]);
+    args.block_size = attrs.block_size;
+    args.sink_units = attrs.sink_units;
+    args.recent_units = attrs.recent_units;
+    args.normalize = attrs.normalize;
+    args.score_is_mass = attrs.score_is_mass;
   }
 };
 
@@ -194,6 +327,15 @@ struct TopKSelect {
       {"recent_units", true, 0.0, 2147483647.0},
       {"score_is_mass", true, 0.0, 1.0},
   }};
+  static constexpr std::array<Size, 5> kSizes{{
+      {"L", 0, 0, "", ""},
+      {"E", 0, 1, "", ""},
+      {"R", 0, 2, "", ""},
+      {"N", 0, 3, "", ""},
+      {"P", 4, 1, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 3> kAliases{{-1, -1, -1}};
   // Calls f(name, member) for each attribute.
   template <typename A, typename F>
   static void visit(A& attrs, F&& f) {
@@ -201,6 +343,618 @@ struct TopKSelect {
     f("sink_units", attrs.sink_units);
     f("recent_units", attrs.recent_units);
     f("score_is_mass", attrs.score_is_mass);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.L = sizes[0];
+    args.E = sizes[1];
+    args.R = sizes[2];
+    args.N = sizes[3];
+    args.P = sizes[4];
+    args.score = static_cast<decltype(args.score)>(inputs[0]);
+    args.budget = static_cast<decltype(args.budget)>(inputs[1]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[2]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[3]);
+    args.pin_spans = static_cast<decltype(args.pin_spans)>(inputs[4]);
+    args.keep = static_cast<decltype(args.keep)>(outputs[0]);
+    args.keep_len = static_cast<decltype(args.keep_len)>(outputs[1]);
+    args.coverage = static_cast<decltype(args.coverage)>(outputs[2]);
+    args.block_size = attrs.block_size;
+    args.sink_units = attrs.sink_units;
+    args.recent_units = attrs.recent_units;
+    args.score_is_mass = attrs.score_is_mass;
+  }
+};
+
+// The heads of a layer compete for its budget; each is safe in a share of its own.
+struct HeadTopKSelect {
+  struct Attrs {
+    std::int32_t block_size = 32;  // tokens per unit
+    std::int32_t sink_units = 1;  // units with id below this are forced
+    std::int32_t recent_units = 1;  // newest full units forced; a partial tail always is
+    std::int32_t score_is_mass = 1;  // whether a share of the score is a meaningful coverage
+    float safeguard = 0.2F;  // share of its own budget that a head never loses
+    float max_head_ratio = 2.0F;  // largest share of a head over its budget; 0: any
+  };
+  static constexpr std::string_view kName = "HeadTopKSelect";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"score", DType::kFloat32, 4, "L,E,R,N"},
+      {"budget", DType::kInt32, 3, "L,E,R"},
+      {"unit_ids", DType::kInt32, 4, "L,E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"pin_spans", DType::kInt32, 3, "E,P,2"},
+  }};
+  static constexpr std::array<Tensor, 3> kOutputs{{
+      {"keep", DType::kInt32, 4, "L,E,R,N"},
+      {"keep_len", DType::kInt32, 3, "L,E,R"},
+      {"coverage", DType::kFloat32, 3, "L,E,R"},
+  }};
+  static constexpr std::array<Attribute, 6> kAttributes{{
+      {"block_size", true, 1.0, 4096.0},
+      {"sink_units", true, 0.0, 2147483647.0},
+      {"recent_units", true, 0.0, 2147483647.0},
+      {"score_is_mass", true, 0.0, 1.0},
+      {"safeguard", false, 0.0, 1.0},
+      {"max_head_ratio", false, 0.0, 1000000.0},
+  }};
+  static constexpr std::array<Size, 5> kSizes{{
+      {"L", 0, 0, "", ""},
+      {"E", 0, 1, "", ""},
+      {"R", 0, 2, "", ""},
+      {"N", 0, 3, "", ""},
+      {"P", 4, 1, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 3> kAliases{{-1, -1, -1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("block_size", attrs.block_size);
+    f("sink_units", attrs.sink_units);
+    f("recent_units", attrs.recent_units);
+    f("score_is_mass", attrs.score_is_mass);
+    f("safeguard", attrs.safeguard);
+    f("max_head_ratio", attrs.max_head_ratio);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.L = sizes[0];
+    args.E = sizes[1];
+    args.R = sizes[2];
+    args.N = sizes[3];
+    args.P = sizes[4];
+    args.score = static_cast<decltype(args.score)>(inputs[0]);
+    args.budget = static_cast<decltype(args.budget)>(inputs[1]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[2]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[3]);
+    args.pin_spans = static_cast<decltype(args.pin_spans)>(inputs[4]);
+    args.keep = static_cast<decltype(args.keep)>(outputs[0]);
+    args.keep_len = static_cast<decltype(args.keep_len)>(outputs[1]);
+    args.coverage = static_cast<decltype(args.coverage)>(outputs[2]);
+    args.block_size = attrs.block_size;
+    args.sink_units = attrs.sink_units;
+    args.recent_units = attrs.recent_units;
+    args.score_is_mass = attrs.score_is_mass;
+    args.safeguard = attrs.safeguard;
+    args.max_head_ratio = attrs.max_head_ratio;
+  }
+};
+
+// Keys of small norm attract attention: keep them.
+struct KNormScore {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "KNormScore";
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  static constexpr std::array<Size, 7> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hkv", 0, 1, "", ""},
+      {"C", 0, 2, "", ""},
+      {"D", 0, 3, "", ""},
+      {"E", 1, 0, "", ""},
+      {"R", 1, 1, "", ""},
+      {"N", 1, 2, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit([[maybe_unused]] A& attrs, [[maybe_unused]] F&& f) {
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, [[maybe_unused]] const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hkv = sizes[1];
+    args.C = sizes[2];
+    args.D = sizes[3];
+    args.E = sizes[4];
+    args.R = sizes[5];
+    args.N = sizes[6];
+    args.keys = static_cast<decltype(args.keys)>(inputs[0]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[1]);
+    args.evict_slots = static_cast<decltype(args.evict_slots)>(inputs[2]);
+    args.score = static_cast<decltype(args.score)>(outputs[0]);
+  }
+};
+
+// Keys unlike the mean key are kept.
+struct KeyDiffScore {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "KeyDiffScore";
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  static constexpr std::array<Size, 7> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hkv", 0, 1, "", ""},
+      {"C", 0, 2, "", ""},
+      {"D", 0, 3, "", ""},
+      {"E", 1, 0, "", ""},
+      {"R", 1, 1, "", ""},
+      {"N", 1, 2, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit([[maybe_unused]] A& attrs, [[maybe_unused]] F&& f) {
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, [[maybe_unused]] const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hkv = sizes[1];
+    args.C = sizes[2];
+    args.D = sizes[3];
+    args.E = sizes[4];
+    args.R = sizes[5];
+    args.N = sizes[6];
+    args.keys = static_cast<decltype(args.keys)>(inputs[0]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[1]);
+    args.evict_slots = static_cast<decltype(args.evict_slots)>(inputs[2]);
+    args.score = static_cast<decltype(args.score)>(outputs[0]);
+  }
+};
+
+// Anomaly of a key against three time scales, routed by their disagreement.
+struct NestedKVScore {
+  struct Attrs {
+    std::int32_t window = 64;  // tokens of the current memory
+    std::int32_t block_div = 32;  // episodic block = clip(floor(N / block_div), min, max)
+    std::int32_t block_min = 128;  // shortest episodic block
+    std::int32_t block_max = 256;  // longest episodic block
+    float tail = 0.1F;  // p, share of tokens at each end that measures a scale
+    float beta = 3.0F;  // temperature of the blend
+    float prior_stable = 0.4F;  // prior weight of the stable memory
+    float prior_episodic = 0.4F;  // prior weight of the episodic memory
+    float prior_current = 0.2F;  // prior weight of the current memory
+    float kappa = 10.0F;  // sharpness of the gate
+    float tau = 0.6F;  // threshold of the gate
+    std::int32_t adaptive = 1;  // 0: the blend keeps the prior weights
+    std::int32_t gate = 1;  // 0: no routing to the strongest memory
+    std::int32_t continuum = 1;  // 0: the stable memory alone, neither scaled nor blended
+  };
+  static constexpr std::string_view kName = "NestedKVScore";
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 14> kAttributes{{
+      {"window", true, 1.0, 65536.0},
+      {"block_div", true, 1.0, 65536.0},
+      {"block_min", true, 1.0, 65536.0},
+      {"block_max", true, 1.0, 65536.0},
+      {"tail", false, 0.0, 0.5},
+      {"beta", false, 0.0, 1000.0},
+      {"prior_stable", false, 0.0, 1.0},
+      {"prior_episodic", false, 0.0, 1.0},
+      {"prior_current", false, 0.0, 1.0},
+      {"kappa", false, 0.0, 1000.0},
+      {"tau", false, 0.0, 1.0},
+      {"adaptive", true, 0.0, 1.0},
+      {"gate", true, 0.0, 1.0},
+      {"continuum", true, 0.0, 1.0},
+  }};
+  static constexpr std::array<Size, 7> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hkv", 0, 1, "", ""},
+      {"C", 0, 2, "", ""},
+      {"D", 0, 3, "", ""},
+      {"E", 1, 0, "", ""},
+      {"R", 1, 1, "", ""},
+      {"N", 1, 2, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("window", attrs.window);
+    f("block_div", attrs.block_div);
+    f("block_min", attrs.block_min);
+    f("block_max", attrs.block_max);
+    f("tail", attrs.tail);
+    f("beta", attrs.beta);
+    f("prior_stable", attrs.prior_stable);
+    f("prior_episodic", attrs.prior_episodic);
+    f("prior_current", attrs.prior_current);
+    f("kappa", attrs.kappa);
+    f("tau", attrs.tau);
+    f("adaptive", attrs.adaptive);
+    f("gate", attrs.gate);
+    f("continuum", attrs.continuum);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hkv = sizes[1];
+    args.C = sizes[2];
+    args.D = sizes[3];
+    args.E = sizes[4];
+    args.R = sizes[5];
+    args.N = sizes[6];
+    args.keys = static_cast<decltype(args.keys)>(inputs[0]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[1]);
+    args.evict_slots = static_cast<decltype(args.evict_slots)>(inputs[2]);
+    args.score = static_cast<decltype(args.score)>(outputs[0]);
+    args.window = attrs.window;
+    args.block_div = attrs.block_div;
+    args.block_min = attrs.block_min;
+    args.block_max = attrs.block_max;
+    args.tail = attrs.tail;
+    args.beta = attrs.beta;
+    args.prior_stable = attrs.prior_stable;
+    args.prior_episodic = attrs.prior_episodic;
+    args.prior_current = attrs.prior_current;
+    args.kappa = attrs.kappa;
+    args.tau = attrs.tau;
+    args.adaptive = attrs.adaptive;
+    args.gate = attrs.gate;
+    args.continuum = attrs.continuum;
+  }
+};
+
+enum class WindowReduce : std::int32_t { kMean = 0, kSum = 1, kMax = 2 };
+
+enum class GroupReduce : std::int32_t { kMean = 0, kSum = 1, kMax = 2 };
+
+// Attention of the newest queries to each token, pooled over neighbours.
+struct WindowScore {
+  struct Attrs {
+    std::int32_t window_reduce = 0;  // over the W queries
+    std::int32_t group_reduce = 0;  // over the query heads of a row
+    std::int32_t pool_size = 1;  // odd width of the average over neighbouring rows
+    std::int32_t shared = 0;  // 1: all query heads give one row (R = 1), else R = Hkv
+  };
+  static constexpr std::string_view kName = "WindowScore";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"q_window", DType::kT, 3, "E,W,Hq*D"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 4> kAttributes{{
+      {"window_reduce", true, 0.0, 2.0},
+      {"group_reduce", true, 0.0, 2.0},
+      {"pool_size", true, 1.0, 63.0},
+      {"shared", true, 0.0, 1.0},
+  }};
+  static constexpr std::array<Size, 9> kSizes{{
+      {"E", 0, 0, "", ""},
+      {"W", 0, 1, "", ""},
+      {"B", 1, 0, "", ""},
+      {"Hkv", 1, 1, "", ""},
+      {"C", 1, 2, "", ""},
+      {"D", 1, 3, "", ""},
+      {"R", 2, 1, "", ""},
+      {"N", 2, 2, "", ""},
+      {"Hq", 0, 2, "D", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("window_reduce", attrs.window_reduce);
+    f("group_reduce", attrs.group_reduce);
+    f("pool_size", attrs.pool_size);
+    f("shared", attrs.shared);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.E = sizes[0];
+    args.W = sizes[1];
+    args.B = sizes[2];
+    args.Hkv = sizes[3];
+    args.C = sizes[4];
+    args.D = sizes[5];
+    args.R = sizes[6];
+    args.N = sizes[7];
+    args.Hq = sizes[8];
+    args.q_window = static_cast<decltype(args.q_window)>(inputs[0]);
+    args.keys = static_cast<decltype(args.keys)>(inputs[1]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[2]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[3]);
+    args.evict_slots = static_cast<decltype(args.evict_slots)>(inputs[4]);
+    args.score = static_cast<decltype(args.score)>(outputs[0]);
+    args.window_reduce = attrs.window_reduce;
+    args.group_reduce = attrs.group_reduce;
+    args.pool_size = attrs.pool_size;
+    args.shared = attrs.shared;
+  }
+};
+
+// Attention that each cached token has received from all queries so far.
+struct AccumUpdate {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "AccumUpdate";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"accum", DType::kFloat32, 3, "B,Hkv,C"},
+      {"queries", DType::kT, 3, "B,S,Hq*D"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"past_lens", DType::kInt32, 2, "B,Rl"},
+      {"n_new", DType::kInt32, 1, "B"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"accum_out", DType::kFloat32, 3, "B,Hkv,C"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  static constexpr std::array<Size, 7> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hkv", 0, 1, "", ""},
+      {"C", 0, 2, "", ""},
+      {"S", 1, 1, "", ""},
+      {"D", 2, 3, "", ""},
+      {"Rl", 3, 1, "", ""},
+      {"Hq", 1, 2, "D", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{0}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit([[maybe_unused]] A& attrs, [[maybe_unused]] F&& f) {
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, [[maybe_unused]] const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hkv = sizes[1];
+    args.C = sizes[2];
+    args.S = sizes[3];
+    args.D = sizes[4];
+    args.Rl = sizes[5];
+    args.Hq = sizes[6];
+    args.accum = static_cast<decltype(args.accum)>(inputs[0]);
+    args.queries = static_cast<decltype(args.queries)>(inputs[1]);
+    args.keys = static_cast<decltype(args.keys)>(inputs[2]);
+    args.past_lens = static_cast<decltype(args.past_lens)>(inputs[3]);
+    args.n_new = static_cast<decltype(args.n_new)>(inputs[4]);
+    args.accum_out = static_cast<decltype(args.accum_out)>(outputs[0]);
+  }
+};
+
+// Running mean and second moment of the queries before rotation, sinks left out.
+struct QueryStatsUpdate {
+  struct Attrs {
+    std::int32_t sink_tokens = 4;  // first positions that do not count
+  };
+  static constexpr std::string_view kName = "QueryStatsUpdate";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"mean", DType::kFloat32, 3, "B,Hq,D"},
+      {"moment", DType::kFloat32, 4, "B,Hq,D,D"},
+      {"queries", DType::kT, 3, "B,S,Hq*D"},
+      {"first_position", DType::kInt32, 1, "B"},
+      {"n_new", DType::kInt32, 1, "B"},
+  }};
+  static constexpr std::array<Tensor, 2> kOutputs{{
+      {"mean_out", DType::kFloat32, 3, "B,Hq,D"},
+      {"moment_out", DType::kFloat32, 4, "B,Hq,D,D"},
+  }};
+  static constexpr std::array<Attribute, 1> kAttributes{{
+      {"sink_tokens", true, 0.0, 2147483647.0},
+  }};
+  static constexpr std::array<Size, 4> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hq", 0, 1, "", ""},
+      {"D", 0, 2, "", ""},
+      {"S", 2, 1, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 2> kAliases{{0, 1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("sink_tokens", attrs.sink_tokens);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hq = sizes[1];
+    args.D = sizes[2];
+    args.S = sizes[3];
+    args.mean = static_cast<decltype(args.mean)>(inputs[0]);
+    args.moment = static_cast<decltype(args.moment)>(inputs[1]);
+    args.queries = static_cast<decltype(args.queries)>(inputs[2]);
+    args.first_position = static_cast<decltype(args.first_position)>(inputs[3]);
+    args.n_new = static_cast<decltype(args.n_new)>(inputs[4]);
+    args.mean_out = static_cast<decltype(args.mean_out)>(outputs[0]);
+    args.moment_out = static_cast<decltype(args.moment_out)>(outputs[1]);
+    args.sink_tokens = attrs.sink_tokens;
+  }
+};
+
+// Attention that future queries, taken as Gaussian, are expected to pay.
+struct ExpectedAttentionScore {
+  struct Attrs {
+    std::int32_t n_future = 512;  // future positions whose rotation is averaged
+    std::int32_t sink_tokens = 4;  // first positions that the statistics leave out
+    float epsilon = 0.0F;  // added to the probability
+    std::int32_t use_covariance = 1;  // 0: the mean query alone
+    std::int32_t use_vnorm = 1;  // 0: without |v|
+    float rope_factor = 1.0F;  // factor on cos and sin
+  };
+  static constexpr std::string_view kName = "ExpectedAttentionScore";
+  static constexpr std::array<Tensor, 8> kInputs{{
+      {"mean", DType::kFloat32, 3, "B,Hq,D"},
+      {"moment", DType::kFloat32, 4, "B,Hq,D,D"},
+      {"inv_freq", DType::kFloat32, 1, "Dh"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"values", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 6> kAttributes{{
+      {"n_future", true, 1.0, 65536.0},
+      {"sink_tokens", true, 0.0, 2147483647.0},
+      {"epsilon", false, 0.0, 1.0},
+      {"use_covariance", true, 0.0, 1.0},
+      {"use_vnorm", true, 0.0, 1.0},
+      {"rope_factor", false, 0.0, 1000.0},
+  }};
+  static constexpr std::array<Size, 9> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hq", 0, 1, "", ""},
+      {"D", 0, 2, "", ""},
+      {"Dh", 2, 0, "", ""},
+      {"Hkv", 3, 1, "", ""},
+      {"C", 3, 2, "", ""},
+      {"E", 5, 0, "", ""},
+      {"R", 5, 1, "", ""},
+      {"N", 5, 2, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{-1}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("n_future", attrs.n_future);
+    f("sink_tokens", attrs.sink_tokens);
+    f("epsilon", attrs.epsilon);
+    f("use_covariance", attrs.use_covariance);
+    f("use_vnorm", attrs.use_vnorm);
+    f("rope_factor", attrs.rope_factor);
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hq = sizes[1];
+    args.D = sizes[2];
+    args.Dh = sizes[3];
+    args.Hkv = sizes[4];
+    args.C = sizes[5];
+    args.E = sizes[6];
+    args.R = sizes[7];
+    args.N = sizes[8];
+    args.mean = static_cast<decltype(args.mean)>(inputs[0]);
+    args.moment = static_cast<decltype(args.moment)>(inputs[1]);
+    args.inv_freq = static_cast<decltype(args.inv_freq)>(inputs[2]);
+    args.keys = static_cast<decltype(args.keys)>(inputs[3]);
+    args.values = static_cast<decltype(args.values)>(inputs[4]);
+    args.unit_ids = static_cast<decltype(args.unit_ids)>(inputs[5]);
+    args.tokens_seen = static_cast<decltype(args.tokens_seen)>(inputs[6]);
+    args.evict_slots = static_cast<decltype(args.evict_slots)>(inputs[7]);
+    args.score = static_cast<decltype(args.score)>(outputs[0]);
+    args.n_future = attrs.n_future;
+    args.sink_tokens = attrs.sink_tokens;
+    args.epsilon = attrs.epsilon;
+    args.use_covariance = attrs.use_covariance;
+    args.use_vnorm = attrs.use_vnorm;
+    args.rope_factor = attrs.rope_factor;
+  }
+};
+
+// Writes the step's keys or values behind the valid rows of the cache, in place.
+struct KvAppend {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "KvAppend";
+  static constexpr std::array<Tensor, 4> kInputs{{
+      {"cache", DType::kT, 4, "B,Hkv,C,D"},
+      {"rows", DType::kT, 4, "B,Hkv,S,D"},
+      {"past_lens", DType::kInt32, 2, "B,Rl"},
+      {"n_new", DType::kInt32, 1, "B"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"cache_out", DType::kT, 4, "B,Hkv,C,D"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  static constexpr std::array<Size, 6> kSizes{{
+      {"B", 0, 0, "", ""},
+      {"Hkv", 0, 1, "", ""},
+      {"C", 0, 2, "", ""},
+      {"D", 0, 3, "", ""},
+      {"S", 1, 2, "", ""},
+      {"Rl", 2, 1, "", ""},
+  }};
+  // The input that each output is written over, -1 if it has memory of its own.
+  static constexpr std::array<std::int32_t, 1> kAliases{{0}};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit([[maybe_unused]] A& attrs, [[maybe_unused]] F&& f) {
+  }
+  // Sets the members of `args`: sizes and tensors have the names used above.
+  template <typename A>
+  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,
+                   void* const* outputs, [[maybe_unused]] const Attrs& attrs) {
+    args.B = sizes[0];
+    args.Hkv = sizes[1];
+    args.C = sizes[2];
+    args.D = sizes[3];
+    args.S = sizes[4];
+    args.Rl = sizes[5];
+    args.cache = static_cast<decltype(args.cache)>(inputs[0]);
+    args.rows = static_cast<decltype(args.rows)>(inputs[1]);
+    args.past_lens = static_cast<decltype(args.past_lens)>(inputs[2]);
+    args.n_new = static_cast<decltype(args.n_new)>(inputs[3]);
+    args.cache_out = static_cast<decltype(args.cache_out)>(outputs[0]);
   }
 };
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from kvsift.builder import ops
+from kvsift.builder.native_ops import NATIVE_OPS
 
 SCRIPT = "scripts/gen_ops.py"
 SOURCE = "builder/ops.py"
@@ -45,6 +46,16 @@ struct Attribute {{
   double high;
 }};
 
+// Where the number behind a symbol of the shapes is found: in a dimension of an input (divided by
+// another symbol if `divisor` is not empty), or, if `input` is -1, in an attribute.
+struct Size {{
+  std::string_view symbol;
+  std::int32_t input;
+  std::int32_t axis;
+  std::string_view divisor;
+  std::string_view attribute;
+}};
+
 inline constexpr std::string_view kDomain = "{ops.DOMAIN}";
 inline constexpr std::string_view kOpsVersion = "{ops.OPS_VERSION}";
 """
@@ -66,6 +77,12 @@ a unit with id -1 and rows at positions of `tokens_seen` and above change nothin
 hold. Where `evict_slots` is -1, the ids are -1 and so the scores are -inf.
 """
 
+NATIVE_DOC = """
+# Ops of native engines
+
+Without an ONNX body: ONNX Runtime's form of the graph has standard nodes in their place.
+"""
+
 
 def camel(name: str) -> str:
     """Return snake_case as CamelCase."""
@@ -75,6 +92,59 @@ def camel(name: str) -> str:
 def literal(value: ops.Value, is_int: bool) -> str:
     """Return a number as a C++ literal."""
     return str(int(value)) if is_int else f"{float(value)!r}F"
+
+
+def sizes(op: ops.Op) -> list[tuple[str, int, int, str, str]]:
+    """Return where each symbol is found: (symbol, input, axis, divisor, attribute).
+
+    The first input that has a symbol alone in a dimension gives it, then attributes, then a
+    product whose other factor is known. Raises ValueError for an output that cannot be sized.
+    """
+    dims = [(d, i, j) for i, t in enumerate(op.inputs) for j, d in enumerate(t.shape)]
+    found = {d: (i, j, "", "") for d, i, j in reversed(dims) if d.isidentifier()}
+    order = {d: (i, j) for d, i, j in reversed(dims)}
+    found = dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    found |= {a.symbol: (-1, 0, "", a.name) for a in op.attrs if a.symbol}
+    for dim, i, j in dims:
+        unknown, star, known = dim.partition("*")
+        if star and known in found:
+            found.setdefault(unknown, (i, j, known, ""))
+    missing = {d for t in op.outputs for d in t.shape} - set(found)
+    if missing:
+        raise ValueError(f"{op.name}: no input or attribute gives the output sizes {missing}")
+    return [(symbol, *where) for symbol, where in found.items()]
+
+
+def alias(op: ops.Op, output: ops.Tensor) -> int:
+    """Return the input whose memory an output takes over, or -1: `x_out` is the next `x`."""
+    for i, t in enumerate(op.inputs):
+        if output == ops.Tensor(f"{t.name}_out", t.dtype, t.shape, output.doc):
+            return i
+    return -1
+
+
+def cpp_bind(op: ops.Op) -> list[str]:
+    """Return the lines of the functions that walk over attributes and set a kernel's arguments."""
+    unused = "" if op.attrs else "[[maybe_unused]] "
+    lines = ["  // Calls f(name, member) for each attribute."]
+    lines += [
+        "  template <typename A, typename F>",
+        f"  static void visit({unused}A& attrs, {unused}F&& f) {{",
+    ]
+    lines += [f'    f("{attr.name}", attrs.{attr.name});' for attr in op.attrs]
+    lines += [
+        "  }",
+        "  // Sets the members of `args`: sizes and tensors have the names used above.",
+    ]
+    lines += ["  template <typename A>"]
+    lines += ["  static void bind(A& args, const std::int32_t* sizes, const void* const* inputs,"]
+    lines += [f"                   void* const* outputs, {unused}const Attrs& attrs) {{"]
+    lines += [f"    args.{size[0]} = sizes[{i}];" for i, size in enumerate(sizes(op))]
+    for name, tensors in (("inputs", op.inputs), ("outputs", op.outputs)):
+        for i, t in enumerate(tensors):
+            lines.append(f"    args.{t.name} = static_cast<decltype(args.{t.name})>({name}[{i}]);")
+    lines += [f"    args.{attr.name} = attrs.{attr.name};" for attr in op.attrs]
+    return [*lines, "  }"]
 
 
 def cpp_tensors(name: str, tensors: tuple[ops.Tensor, ...]) -> list[str]:
@@ -106,15 +176,28 @@ def cpp_op(op: ops.Op) -> str:
     for attr in op.attrs:
         flag = "true" if attr.is_int else "false"
         lines.append(f'      {{"{attr.name}", {flag}, {float(attr.low)!r}, {float(attr.high)!r}}},')
-    lines += ["  }};", "  // Calls f(name, member) for each attribute."]
-    lines += ["  template <typename A, typename F>", "  static void visit(A& attrs, F&& f) {"]
-    lines += [f'    f("{attr.name}", attrs.{attr.name});' for attr in op.attrs]
-    return "\n".join([*lines, "  }", "};", ""])
+    lines += ["  }};", f"  static constexpr std::array<Size, {len(sizes(op))}> kSizes{{{{"]
+    for symbol, i, axis, divisor, attribute in sizes(op):
+        lines.append(f'      {{"{symbol}", {i}, {axis}, "{divisor}", "{attribute}"}},')
+    aliases = ", ".join(str(alias(op, t)) for t in op.outputs)
+    lines += [
+        "  }};",
+        "  // The input that each output is written over, -1 if it has memory of its own.",
+    ]
+    lines.append(
+        f"  static constexpr std::array<std::int32_t, {len(op.outputs)}> kAliases{{{{{aliases}}}}};"
+    )
+    lines += cpp_bind(op)
+    return "\n".join([*lines, "};", ""])
 
 
 def header() -> str:
     """Return plugins/ops.gen.h."""
-    return HEADER + "".join(cpp_op(op) for op in ops.OPS) + "\n}  // namespace kvsift\n"
+    return (
+        HEADER
+        + "".join(cpp_op(op) for op in (*ops.OPS, *NATIVE_OPS))
+        + "\n}  // namespace kvsift\n"
+    )
 
 
 def doc_tensors(title: str, tensors: tuple[ops.Tensor, ...]) -> list[str]:
@@ -148,7 +231,8 @@ def wrap(equation: str) -> list[str]:
 
 def doc() -> str:
     """Return docs/ops.md."""
-    return DOC + "".join(doc_op(op) for op in ops.OPS)
+    natives = "".join(doc_op(op) for op in NATIVE_OPS)
+    return DOC + "".join(doc_op(op) for op in ops.OPS) + NATIVE_DOC + natives
 
 
 def main() -> int:
