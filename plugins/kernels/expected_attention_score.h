@@ -1,0 +1,29 @@
+// ExpectedAttentionScore: attention that future queries are expected to pay.
+#pragma once
+
+#include "types.h"
+
+namespace kvsift::kernels {
+
+// mean [B,Hq,D], moment [B,Hq,D,D], inv_freq [D/2], keys and values [B,Hkv,C,D], unit_ids [E,R,N],
+// tokens_seen [E], evict_slots [E]; score [E,R,N] with R = Hkv. Skipped slots score -inf.
+struct ExpectedAttentionScoreArgs {
+  const float* mean;
+  const float* moment;
+  const float* inv_freq;
+  const void* keys;
+  const void* values;
+  const std::int32_t* unit_ids;
+  const std::int32_t* tokens_seen;
+  const std::int32_t* evict_slots;
+  float* score;
+  std::int32_t B, Hq, D, Hkv, C, E, N;
+  FloatType dtype;
+  ExpectedAttentionScore::Attrs attrs;
+};
+
+std::size_t expected_attention_score_workspace(const ExpectedAttentionScoreArgs& args);
+cudaError_t expected_attention_score(const ExpectedAttentionScoreArgs& args, void* workspace,
+                                     cudaStream_t stream);
+
+}  // namespace kvsift::kernels
