@@ -7,7 +7,7 @@ namespace kvsift::kernels {
 
 // accum [B,Hkv,C], queries [B,S,Hq*D], keys [B,Hkv,C,D], past_lens [B,Rl], n_new [B];
 // accum_out [B,Hkv,C], which may be accum itself. Rl is 1 or Hkv.
-struct AccumUpdateArgs {
+struct AccumUpdateArgs : AccumUpdate::Attrs {
   const float* accum;
   const void* queries;
   const void* keys;
@@ -16,7 +16,6 @@ struct AccumUpdateArgs {
   float* accum_out;
   std::int32_t B, Hkv, C, S, Hq, D, Rl;
   FloatType dtype;
-  AccumUpdate::Attrs attrs;
 };
 
 std::size_t accum_update_workspace(const AccumUpdateArgs& args);

@@ -7,7 +7,7 @@ namespace kvsift::kernels {
 
 // mean [B,Hq,D], moment [B,Hq,D,D], inv_freq [D/2], keys and values [B,Hkv,C,D], unit_ids [E,R,N],
 // tokens_seen [E], evict_slots [E]; score [E,R,N] with R = Hkv. Skipped slots score -inf.
-struct ExpectedAttentionScoreArgs {
+struct ExpectedAttentionScoreArgs : ExpectedAttentionScore::Attrs {
   const float* mean;
   const float* moment;
   const float* inv_freq;
@@ -17,9 +17,8 @@ struct ExpectedAttentionScoreArgs {
   const std::int32_t* tokens_seen;
   const std::int32_t* evict_slots;
   float* score;
-  std::int32_t B, Hq, D, Hkv, C, E, N;
+  std::int32_t B, Hq, D, Hkv, C, E, R, N, Dh;
   FloatType dtype;
-  ExpectedAttentionScore::Attrs attrs;
 };
 
 std::size_t expected_attention_score_workspace(const ExpectedAttentionScoreArgs& args);

@@ -6,7 +6,7 @@
 namespace kvsift::kernels {
 
 // Tensors as of TopKSelect; the R rows of a layer and slot compete.
-struct HeadTopKSelectArgs {
+struct HeadTopKSelectArgs : HeadTopKSelect::Attrs {
   const float* score;
   const std::int32_t* budget;
   const std::int32_t* unit_ids;
@@ -16,7 +16,6 @@ struct HeadTopKSelectArgs {
   std::int32_t* keep_len;
   float* coverage;
   std::int32_t L, E, R, N, P;
-  HeadTopKSelect::Attrs attrs;
 };
 
 std::size_t head_topk_select_workspace(const HeadTopKSelectArgs& args);

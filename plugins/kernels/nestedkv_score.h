@@ -7,14 +7,13 @@ namespace kvsift::kernels {
 
 // keys [B,Hkv,C,D], unit_ids [E,R,N], evict_slots [E]; score [E,R,N] with R = Hkv. Unit j is row j
 // of the slot; the valid units of a row come first. Skipped slots score -inf.
-struct NestedKVScoreArgs {
+struct NestedKVScoreArgs : NestedKVScore::Attrs {
   const void* keys;
   const std::int32_t* unit_ids;
   const std::int32_t* evict_slots;
   float* score;
-  std::int32_t B, Hkv, C, D, E, N;
+  std::int32_t B, Hkv, C, D, E, R, N;
   FloatType dtype;
-  NestedKVScore::Attrs attrs;
 };
 
 std::size_t nestedkv_score_workspace(const NestedKVScoreArgs& args);

@@ -6,13 +6,12 @@
 namespace kvsift::kernels {
 
 // mass [L,E,R,W,N], unit_ids [L,E,R,N], tokens_seen [E]; score [L,E,R,N].
-struct NexusScoreArgs {
+struct NexusScoreArgs : NexusScore::Attrs {
   const float* mass;
   const std::int32_t* unit_ids;
   const std::int32_t* tokens_seen;
   float* score;
   std::int32_t L, E, R, W, N;
-  NexusScore::Attrs attrs;
 };
 
 std::size_t nexus_score_workspace(const NexusScoreArgs& args);

@@ -7,7 +7,7 @@ namespace kvsift::kernels {
 
 // mean [B,Hq,D], moment [B,Hq,D,D], queries [B,S,Hq*D], first_position [B], n_new [B];
 // mean_out [B,Hq,D] and moment_out [B,Hq,D,D], which may be mean and moment themselves.
-struct QueryStatsUpdateArgs {
+struct QueryStatsUpdateArgs : QueryStatsUpdate::Attrs {
   const float* mean;
   const float* moment;
   const void* queries;
@@ -17,7 +17,6 @@ struct QueryStatsUpdateArgs {
   float* moment_out;
   std::int32_t B, Hq, D, S;
   FloatType dtype;
-  QueryStatsUpdate::Attrs attrs;
 };
 
 std::size_t query_stats_update_workspace(const QueryStatsUpdateArgs& args);

@@ -7,7 +7,7 @@ namespace kvsift::kernels {
 
 // score [L,E,R,N], u [L,E,R,n,N], budget [L,E,R], unit_ids [L,E,R,N], tokens_seen [E],
 // pin_spans [E,P,2]; keep [L,E,R,N], keep_len [L,E,R], coverage [L,E,R].
-struct ReservoirSelectArgs {
+struct ReservoirSelectArgs : ReservoirSelect::Attrs {
   const float* score;
   const float* u;
   const std::int32_t* budget;
@@ -18,7 +18,6 @@ struct ReservoirSelectArgs {
   std::int32_t* keep_len;
   float* coverage;
   std::int32_t L, E, R, N, n, P;
-  ReservoirSelect::Attrs attrs;
 };
 
 std::size_t reservoir_select_workspace(const ReservoirSelectArgs& args);

@@ -7,7 +7,7 @@ namespace kvsift::kernels {
 
 // score [L,E,R,N], budget [L,E,R], unit_ids [L,E,R,N], tokens_seen [E], pin_spans [E,P,2];
 // keep [L,E,R,N], keep_len [L,E,R], coverage [L,E,R].
-struct TopKSelectArgs {
+struct TopKSelectArgs : TopKSelect::Attrs {
   const float* score;
   const std::int32_t* budget;
   const std::int32_t* unit_ids;
@@ -17,7 +17,6 @@ struct TopKSelectArgs {
   std::int32_t* keep_len;
   float* coverage;
   std::int32_t L, E, R, N, P;
-  TopKSelect::Attrs attrs;
 };
 
 std::size_t topk_select_workspace(const TopKSelectArgs& args);

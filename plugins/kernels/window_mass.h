@@ -7,7 +7,7 @@ namespace kvsift::kernels {
 
 // q_window [E,W,Hq*D], keys [B,Hkv,C,D], unit_ids [E,R,N], tokens_seen [E], evict_slots [E];
 // mass [E,R,W,N]. R is Hkv for the mode per_head, else 1. Rows of skipped slots are not written.
-struct WindowMassArgs {
+struct WindowMassArgs : WindowMass::Attrs {
   const void* q_window;
   const void* keys;
   const std::int32_t* unit_ids;
@@ -16,7 +16,6 @@ struct WindowMassArgs {
   float* mass;
   std::int32_t E, W, Hq, D, B, Hkv, C, R, N;
   FloatType dtype;
-  WindowMass::Attrs attrs;
 };
 
 std::size_t window_mass_workspace(const WindowMassArgs& args);

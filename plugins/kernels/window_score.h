@@ -6,8 +6,8 @@
 namespace kvsift::kernels {
 
 // q_window [E,W,Hq*D], keys [B,Hkv,C,D], unit_ids [E,R,N], tokens_seen [E], evict_slots [E];
-// score [E,R,N]. R is 1 if attrs.shared, else Hkv. Skipped slots score -inf.
-struct WindowScoreArgs {
+// score [E,R,N]. R is 1 if shared, else Hkv. Skipped slots score -inf.
+struct WindowScoreArgs : WindowScore::Attrs {
   const void* q_window;
   const void* keys;
   const std::int32_t* unit_ids;
@@ -16,7 +16,6 @@ struct WindowScoreArgs {
   float* score;
   std::int32_t E, W, Hq, D, B, Hkv, C, R, N;
   FloatType dtype;
-  WindowScore::Attrs attrs;
 };
 
 std::size_t window_score_workspace(const WindowScoreArgs& args);
