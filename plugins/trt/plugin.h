@@ -11,17 +11,14 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/types.h"
+#include "../kernels/all.h"
 #include "attributes.h"
 #include "sizes.h"
 #include "tensorrt.h"
 
 namespace kvsift::trt {
 
-// The kernel behind an op: `Args`, `workspace(args)` and `run(args, workspace, stream)`;
-// plugins.cpp specialises it, one line per op.
-template <typename Op>
-struct Kernel;
+using kernels::Kernel;
 
 // The first input of the model's float type, or -1: the others of that type must equal it.
 template <typename Op>
@@ -53,6 +50,12 @@ constexpr const Tensor& tensor(std::int32_t position) {
 inline bool is_model_float(nvinfer1::DataType type) {
   return type == nvinfer1::DataType::kFLOAT || type == nvinfer1::DataType::kHALF ||
          type == nvinfer1::DataType::kBF16;
+}
+
+inline kernels::FloatType float_type(nvinfer1::DataType type) {
+  return type == nvinfer1::DataType::kHALF   ? kernels::FloatType::kF16
+         : type == nvinfer1::DataType::kBF16 ? kernels::FloatType::kBF16
+                                             : kernels::FloatType::kF32;
 }
 
 // Only ops that write over an input ask for the interface with aliases, which TensorRT heeds under
@@ -276,10 +279,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     const Sizes<Op> sizes = read_sizes<Op>(attrs_, dims);
     Op::bind(args, sizes.data(), inputs, outputs, attrs_);
     if constexpr (kFloatInput >= 0) {
-      const nvinfer1::DataType given = type(kFloatInput);
-      args.dtype = given == nvinfer1::DataType::kHALF   ? kernels::FloatType::kF16
-                   : given == nvinfer1::DataType::kBF16 ? kernels::FloatType::kBF16
-                                                        : kernels::FloatType::kF32;
+      kernels::set_dtype(args, float_type(type(kFloatInput)));
     }
     return args;
   }
