@@ -15,7 +15,7 @@ from kvsift.builder.bodies import Dims
 
 Array = NDArray[Any]
 
-SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n": 5, "P": 2}
+SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n": 5, "P": 2, "S": 9}
 #: Rows of a cache where nothing else is said.
 TOKENS = 28
 #: Scorers that give each KV head a row of its own.
@@ -42,6 +42,8 @@ class Case:
     seen: tuple[int, ...] = ()
     #: Slots given first; -1 is skipped.
     slots: tuple[int, ...] = ()
+    #: Real tokens of a step in the first slots.
+    new: tuple[int, ...] = ()
     #: Budgets: None is random, else the same everywhere.
     budget: int | None = None
     #: Values put at random places of the score.
@@ -50,6 +52,18 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with other fields."""
+        return replace(self, **changes)
+
+
+def numbers(tensor: ops.Tensor, size: Mapping[str, int]) -> tuple[int, ...]:
+    """A tensor's symbolic shape in numbers."""
+    return tuple(
+        int(np.prod([int(s) if s.isdigit() else size[s] for s in dim.split("*")]))
+        for dim in tensor.shape
+    )
 
 
 class Scene:
@@ -81,10 +95,7 @@ class Scene:
 
     def shape(self, tensor: ops.Tensor) -> tuple[int, ...]:
         """The tensor's shape in numbers."""
-        return tuple(
-            int(np.prod([int(s) if s.isdigit() else self.size[s] for s in dim.split("*")]))
-            for dim in tensor.shape
-        )
+        return numbers(tensor, self.size)
 
     def unit_ids(self, shape: tuple[int, ...]) -> Array:
         """Distinct ids with the newest block last (it is partial) and the others in any order."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from reference_nexus import nexus_score, window_mass
 from reference_philox import philox_uniform
 from reference_select import Array, reservoir_priority, reservoir_select, topk_priority, topk_select
+from reference_state import accum_update, query_stats_update
 from reference_window import window_score
 
 from kvsift.builder.ops import Value
@@ -20,8 +21,10 @@ Attrs = Mapping[str, Value]
 Inputs = Mapping[str, Array]
 
 REFERENCE: dict[str, Callable[[Attrs, Inputs], list[Array]]] = {
+    "AccumUpdate": accum_update,
     "NexusScore": nexus_score,
     "PhiloxUniform": philox_uniform,
+    "QueryStatsUpdate": query_stats_update,
     "ReservoirSelect": reservoir_select,
     "TopKSelect": topk_select,
     "WindowMass": window_mass,
