@@ -9,6 +9,8 @@ import onnx_ir as ir
 from kvsift.builder import ops
 from kvsift.builder.bodies import (
     accum_update,
+    keydiff_score,
+    knorm_score,
     nexus_score,
     philox_uniform,
     query_stats_update,
@@ -26,6 +28,8 @@ Build = Callable[[Body, Mapping[str, ops.Value], Dims], list[ir.Value]]
 
 BODIES: dict[str, Build] = {
     "AccumUpdate": accum_update.build,
+    "KNormScore": knorm_score.build,
+    "KeyDiffScore": keydiff_score.build,
     "NexusScore": nexus_score.build,
     "PhiloxUniform": philox_uniform.build,
     "QueryStatsUpdate": query_stats_update.build,
