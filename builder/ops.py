@@ -252,13 +252,17 @@ OPS: tuple[Op, ...] = (
             Attr("prior_current", 0.2, 0.0, 1.0, "prior weight of the current memory"),
             Attr("kappa", 10.0, 0.0, 1e3, "sharpness of the gate"),
             Attr("tau", 0.6, 0.0, 1.0, "threshold of the gate"),
-            Attr("adaptive", 1, 0, 1, "0: the blend keeps the prior weights"),
+            Attr("adaptive", 1, 0, 1, "0: the blend keeps the prior weights (sum 1)"),
             Attr("gate", 1, 0, 1, "0: no routing to the strongest memory"),
             Attr("continuum", 1, 0, 1, "0: the stable memory alone, neither scaled nor blended"),
         ),
-        "a_k = -cos(k, mu_k), min-max per row; w = softmax(log prior + beta * (top mean - bottom "
-        "mean)); s = std of the three, s' = max(0, mm(s) - mean mm(s)); alpha = sigmoid(kappa * "
-        "(s' - tau)); score = (1 - alpha) * sum w_k a_k + alpha * max a_k; R = Hkv, rows in order",
+        "k scaled to length 1; mu of all units, of the unit's block, of the last `window` units; "
+        "a_k = -cos(k, mu_k), min-max per row (mm; 0 where the span is below 1e-5); "
+        "w = softmax(log prior + beta * (mean of the top p - mean of the bottom p of a_k)), "
+        "p = max(1, floor(tail * N + 1e-3)); "
+        "s = std of the three, s' = max(0, mm(s) - mean mm(s)); "
+        "alpha = sigmoid(kappa * (s' - tau)); score = (1 - alpha) * sum w_k a_k + alpha * max a_k; "
+        "N counts the row's valid units; unit j is row j of the slot, R = Hkv, rows in order",
         "arXiv 2605.26678, Eq. 5-15",
     ),
     Op(

@@ -204,4 +204,285 @@ struct TopKSelect {
   }
 };
 
+// The heads of a layer compete for its budget; each is safe in a share of its own.
+struct HeadTopKSelect {
+  struct Attrs {
+    std::int32_t block_size = 32;  // tokens per unit
+    std::int32_t sink_units = 1;  // units with id below this are forced
+    std::int32_t recent_units = 1;  // newest full units forced; a partial tail always is
+    std::int32_t score_is_mass = 1;  // whether a share of the score is a meaningful coverage
+    float safeguard = 0.2F;  // share of its own budget that a head never loses
+    float max_head_ratio = 2.0F;  // largest share of a head over its budget; 0: any
+  };
+  static constexpr std::string_view kName = "HeadTopKSelect";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"score", DType::kFloat32, 4, "L,E,R,N"},
+      {"budget", DType::kInt32, 3, "L,E,R"},
+      {"unit_ids", DType::kInt32, 4, "L,E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"pin_spans", DType::kInt32, 3, "E,P,2"},
+  }};
+  static constexpr std::array<Tensor, 3> kOutputs{{
+      {"keep", DType::kInt32, 4, "L,E,R,N"},
+      {"keep_len", DType::kInt32, 3, "L,E,R"},
+      {"coverage", DType::kFloat32, 3, "L,E,R"},
+  }};
+  static constexpr std::array<Attribute, 6> kAttributes{{
+      {"block_size", true, 1.0, 4096.0},
+      {"sink_units", true, 0.0, 2147483647.0},
+      {"recent_units", true, 0.0, 2147483647.0},
+      {"score_is_mass", true, 0.0, 1.0},
+      {"safeguard", false, 0.0, 1.0},
+      {"max_head_ratio", false, 0.0, 1000000.0},
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("block_size", attrs.block_size);
+    f("sink_units", attrs.sink_units);
+    f("recent_units", attrs.recent_units);
+    f("score_is_mass", attrs.score_is_mass);
+    f("safeguard", attrs.safeguard);
+    f("max_head_ratio", attrs.max_head_ratio);
+  }
+};
+
+// Keys of small norm attract attention: keep them.
+struct KNormScore {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "KNormScore";
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+  }
+};
+
+// Keys unlike the mean key are kept.
+struct KeyDiffScore {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "KeyDiffScore";
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+  }
+};
+
+// Anomaly of a key against three time scales, routed by their disagreement.
+struct NestedKVScore {
+  struct Attrs {
+    std::int32_t window = 64;  // tokens of the current memory
+    std::int32_t block_div = 32;  // episodic block = clip(floor(N / block_div), min, max)
+    std::int32_t block_min = 128;  // shortest episodic block
+    std::int32_t block_max = 256;  // longest episodic block
+    float tail = 0.1F;  // p, share of tokens at each end that measures a scale
+    float beta = 3.0F;  // temperature of the blend
+    float prior_stable = 0.4F;  // prior weight of the stable memory
+    float prior_episodic = 0.4F;  // prior weight of the episodic memory
+    float prior_current = 0.2F;  // prior weight of the current memory
+    float kappa = 10.0F;  // sharpness of the gate
+    float tau = 0.6F;  // threshold of the gate
+    std::int32_t adaptive = 1;  // 0: the blend keeps the prior weights (sum 1)
+    std::int32_t gate = 1;  // 0: no routing to the strongest memory
+    std::int32_t continuum = 1;  // 0: the stable memory alone, neither scaled nor blended
+  };
+  static constexpr std::string_view kName = "NestedKVScore";
+  static constexpr std::array<Tensor, 3> kInputs{{
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 14> kAttributes{{
+      {"window", true, 1.0, 65536.0},
+      {"block_div", true, 1.0, 65536.0},
+      {"block_min", true, 1.0, 65536.0},
+      {"block_max", true, 1.0, 65536.0},
+      {"tail", false, 0.0, 0.5},
+      {"beta", false, 0.0, 1000.0},
+      {"prior_stable", false, 0.0, 1.0},
+      {"prior_episodic", false, 0.0, 1.0},
+      {"prior_current", false, 0.0, 1.0},
+      {"kappa", false, 0.0, 1000.0},
+      {"tau", false, 0.0, 1.0},
+      {"adaptive", true, 0.0, 1.0},
+      {"gate", true, 0.0, 1.0},
+      {"continuum", true, 0.0, 1.0},
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("window", attrs.window);
+    f("block_div", attrs.block_div);
+    f("block_min", attrs.block_min);
+    f("block_max", attrs.block_max);
+    f("tail", attrs.tail);
+    f("beta", attrs.beta);
+    f("prior_stable", attrs.prior_stable);
+    f("prior_episodic", attrs.prior_episodic);
+    f("prior_current", attrs.prior_current);
+    f("kappa", attrs.kappa);
+    f("tau", attrs.tau);
+    f("adaptive", attrs.adaptive);
+    f("gate", attrs.gate);
+    f("continuum", attrs.continuum);
+  }
+};
+
+enum class WindowReduce : std::int32_t { kMean = 0, kSum = 1, kMax = 2 };
+
+enum class GroupReduce : std::int32_t { kMean = 0, kSum = 1, kMax = 2 };
+
+// Attention of the newest queries to each token, pooled over neighbours.
+struct WindowScore {
+  struct Attrs {
+    std::int32_t window_reduce = 0;  // over the W queries
+    std::int32_t group_reduce = 0;  // over the query heads of a row
+    std::int32_t pool_size = 1;  // odd width of the average over neighbouring rows
+    std::int32_t shared = 0;  // 1: all query heads give one row (R = 1), else R = Hkv
+  };
+  static constexpr std::string_view kName = "WindowScore";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"q_window", DType::kT, 3, "E,W,Hq*D"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 4> kAttributes{{
+      {"window_reduce", true, 0.0, 2.0},
+      {"group_reduce", true, 0.0, 2.0},
+      {"pool_size", true, 1.0, 63.0},
+      {"shared", true, 0.0, 1.0},
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("window_reduce", attrs.window_reduce);
+    f("group_reduce", attrs.group_reduce);
+    f("pool_size", attrs.pool_size);
+    f("shared", attrs.shared);
+  }
+};
+
+// Attention that each cached token has received from all queries so far.
+struct AccumUpdate {
+  struct Attrs {
+  };
+  static constexpr std::string_view kName = "AccumUpdate";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"accum", DType::kFloat32, 3, "B,Hkv,C"},
+      {"queries", DType::kT, 3, "B,S,Hq*D"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"past_lens", DType::kInt32, 2, "B,Rl"},
+      {"n_new", DType::kInt32, 1, "B"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"accum_out", DType::kFloat32, 3, "B,Hkv,C"},
+  }};
+  static constexpr std::array<Attribute, 0> kAttributes{{
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+  }
+};
+
+// Running mean and second moment of the queries before rotation, sinks left out.
+struct QueryStatsUpdate {
+  struct Attrs {
+    std::int32_t sink_tokens = 4;  // first positions that do not count
+  };
+  static constexpr std::string_view kName = "QueryStatsUpdate";
+  static constexpr std::array<Tensor, 5> kInputs{{
+      {"mean", DType::kFloat32, 3, "B,Hq,D"},
+      {"moment", DType::kFloat32, 4, "B,Hq,D,D"},
+      {"queries", DType::kT, 3, "B,S,Hq*D"},
+      {"first_position", DType::kInt32, 1, "B"},
+      {"n_new", DType::kInt32, 1, "B"},
+  }};
+  static constexpr std::array<Tensor, 2> kOutputs{{
+      {"mean_out", DType::kFloat32, 3, "B,Hq,D"},
+      {"moment_out", DType::kFloat32, 4, "B,Hq,D,D"},
+  }};
+  static constexpr std::array<Attribute, 1> kAttributes{{
+      {"sink_tokens", true, 0.0, 2147483647.0},
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("sink_tokens", attrs.sink_tokens);
+  }
+};
+
+// Attention that future queries, taken as Gaussian, are expected to pay.
+struct ExpectedAttentionScore {
+  struct Attrs {
+    std::int32_t n_future = 512;  // future positions whose rotation is averaged
+    std::int32_t sink_tokens = 4;  // first positions that the statistics leave out
+    float epsilon = 0.0F;  // added to the probability
+    std::int32_t use_covariance = 1;  // 0: the mean query alone
+    std::int32_t use_vnorm = 1;  // 0: without |v|
+    float rope_factor = 1.0F;  // factor on cos and sin
+  };
+  static constexpr std::string_view kName = "ExpectedAttentionScore";
+  static constexpr std::array<Tensor, 8> kInputs{{
+      {"mean", DType::kFloat32, 3, "B,Hq,D"},
+      {"moment", DType::kFloat32, 4, "B,Hq,D,D"},
+      {"inv_freq", DType::kFloat32, 1, "Dh"},
+      {"keys", DType::kT, 4, "B,Hkv,C,D"},
+      {"values", DType::kT, 4, "B,Hkv,C,D"},
+      {"unit_ids", DType::kInt32, 3, "E,R,N"},
+      {"tokens_seen", DType::kInt32, 1, "E"},
+      {"evict_slots", DType::kInt32, 1, "E"},
+  }};
+  static constexpr std::array<Tensor, 1> kOutputs{{
+      {"score", DType::kFloat32, 3, "E,R,N"},
+  }};
+  static constexpr std::array<Attribute, 6> kAttributes{{
+      {"n_future", true, 1.0, 65536.0},
+      {"sink_tokens", true, 0.0, 2147483647.0},
+      {"epsilon", false, 0.0, 1.0},
+      {"use_covariance", true, 0.0, 1.0},
+      {"use_vnorm", true, 0.0, 1.0},
+      {"rope_factor", false, 0.0, 1000.0},
+  }};
+  // Calls f(name, member) for each attribute.
+  template <typename A, typename F>
+  static void visit(A& attrs, F&& f) {
+    f("n_future", attrs.n_future);
+    f("sink_tokens", attrs.sink_tokens);
+    f("epsilon", attrs.epsilon);
+    f("use_covariance", attrs.use_covariance);
+    f("use_vnorm", attrs.use_vnorm);
+    f("rope_factor", attrs.rope_factor);
+  }
+};
+
 }  // namespace kvsift

@@ -18,6 +18,8 @@ Array = NDArray[Any]
 SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n": 5, "P": 2, "S": 9}
 #: Rows of a cache where nothing else is said.
 TOKENS = 28
+#: Attributes small enough for the sizes above to meet every part of a rule.
+SMALL = {"block_size": 4, "window": 5, "block_div": 6, "block_min": 3, "block_max": 4}
 #: Scorers that give each KV head a row of its own.
 ROW_SCORERS = (
     "ExpectedAttentionScore",
@@ -177,7 +179,7 @@ class Scene:
 
 def attribute_choices(op: ops.Op) -> Iterator[dict[str, ops.Value]]:
     """The defaults, then each attribute at its ends and choices (kept small), one at a time."""
-    base = op.defaults() | ({"block_size": 4} if "block_size" in op.defaults() else {})
+    base = op.defaults() | {k: v for k, v in SMALL.items() if k in op.defaults()}
     yield base
     for attr in op.attrs:
         small = {1, 3, 7} if attr.is_int else {attr.low, 0.25}

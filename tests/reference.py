@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from reference_keys import keydiff_score, knorm_score
+from reference_keys import keydiff_score, knorm_score, nestedkv_score
 from reference_nexus import nexus_score, window_mass
 from reference_philox import philox_uniform
 from reference_select import Array, reservoir_priority, reservoir_select, topk_priority, topk_select
@@ -25,6 +25,7 @@ REFERENCE: dict[str, Callable[[Attrs, Inputs], list[Array]]] = {
     "AccumUpdate": accum_update,
     "KNormScore": knorm_score,
     "KeyDiffScore": keydiff_score,
+    "NestedKVScore": nestedkv_score,
     "NexusScore": nexus_score,
     "PhiloxUniform": philox_uniform,
     "QueryStatsUpdate": query_stats_update,

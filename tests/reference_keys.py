@@ -50,3 +50,61 @@ def knorm_score(attrs: Attrs, x: Inputs) -> list[Array]:
 def keydiff_score(attrs: Attrs, x: Inputs) -> list[Array]:
     """-cos(k, mean of k / |k|)."""
     return per_row(x, lambda keys: -unit(keys) @ unit(unit(keys).mean(axis=0)))
+
+
+def nestedkv_score(attrs: Attrs, x: Inputs) -> list[Array]:
+    """(1 - alpha) sum w_k a_k + alpha max a_k over the stable, episodic and current memory."""
+    return per_row(x, lambda keys: nestedkv_row(attrs, keys))
+
+
+def nestedkv_row(attrs: Attrs, keys: Array) -> Array:
+    """The score of one row of keys [n,D] in position order."""
+    k = unit(keys)
+    stable = np.broadcast_to(k.mean(axis=0), k.shape)
+    if not attrs["continuum"]:
+        return anomaly(k, stable)
+    memories = (stable, episodic(attrs, k), current(int(attrs["window"]), k))
+    a = np.array([min_max(anomaly(k, memory)) for memory in memories])
+    blend = blend_weights(attrs, a) @ a
+    if not attrs["gate"]:
+        return blend
+    s = min_max(a.std(axis=0))
+    s = np.maximum(0.0, s - s.mean())
+    alpha = 1.0 / (1.0 + np.exp(-attrs["kappa"] * (s - attrs["tau"])))
+    return (1.0 - alpha) * blend + alpha * a.max(axis=0)
+
+
+def anomaly(k: Array, memory: Array) -> Array:
+    """a(i) = -cos(k_i, mu(i))."""
+    return -(k * unit(memory)).sum(axis=-1)
+
+
+def episodic(attrs: Attrs, k: Array) -> Array:
+    """Mean of the token's block; blocks of clip(floor(n / div), min, max), the last ragged."""
+    n = len(k)
+    size = min(max(n // int(attrs["block_div"]), int(attrs["block_min"])), int(attrs["block_max"]))
+    out = np.empty_like(k)
+    for start in range(0, n, size):
+        out[start : start + size] = k[start : start + size].mean(axis=0)
+    return out
+
+
+def current(window: int, k: Array) -> Array:
+    """Mean of the last `window` tokens up to and with the token."""
+    return np.array([k[max(0, i - window + 1) : i + 1].mean(axis=0) for i in range(len(k))])
+
+
+def min_max(x: Array) -> Array:
+    """(x - min) / (max - min), 0 where the span says nothing."""
+    span = x.max() - x.min()
+    return (x - x.min()) / span if span >= FLAT else np.zeros_like(x)
+
+
+def blend_weights(attrs: Attrs, a: Array) -> Array:
+    """w = softmax(log prior + beta Delta), Delta_k = mean of top p - mean of bottom p of a_k."""
+    prior = np.array([attrs[f"prior_{name}"] for name in ("stable", "episodic", "current")])
+    if attrs["adaptive"]:
+        p = max(1, int(attrs["tail"] * a.shape[1] + 1e-3))
+        ordered = np.sort(a, axis=1)
+        prior = prior * np.exp(attrs["beta"] * (ordered[:, -p:] - ordered[:, :p]).mean(axis=1))
+    return prior / prior.sum()
