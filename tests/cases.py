@@ -81,6 +81,7 @@ class Scene:
         per_head = case.attrs.get("head_reduce") == ops.HEAD_REDUCE.index("per_head")
         per_head |= case.op in ROW_SCORERS and not case.attrs.get("shared")
         self.size.setdefault("R", self.size["Hkv"] if per_head else 1)
+        self.size.setdefault("Dh", self.size["D"] // 2)
         self.size.setdefault("C", self.size["N"] * self.block)
         for attr in ops.TABLE[case.op].attrs:
             if attr.symbol:
@@ -135,6 +136,15 @@ class Scene:
             mass[:, e, :, : max(0, window - seen)] = np.nan
         return mass / np.maximum(mass.sum(axis=-1, keepdims=True), 1e-30)
 
+    def statistics(self, shape: tuple[int, ...]) -> Array:
+        """Means of queries, or sums of squares over the tokens seen; NaN in slots that stay."""
+        out = np.full(shape, np.nan, np.float32)
+        for slot, seen in zip(self.slots, self.seen, strict=True):
+            out[slot] = self.rng.standard_normal(shape[1:])
+            if len(shape) == 4:
+                out[slot] = seen / shape[-1] * out[slot] @ np.swapaxes(out[slot], -1, -2)
+        return out
+
     def make(self, tensor: ops.Tensor) -> Array:
         """Make one input."""
         shape, rng = self.shape(tensor), self.rng
@@ -143,11 +153,15 @@ class Scene:
             return np.array(per_slot[tensor.name], np.int32).reshape(shape)
         if tensor.name == "unit_ids":
             return self.unit_ids(shape)
-        if tensor.name == "keys":
+        if tensor.name in ("keys", "values"):
             return self.keys(shape).astype(np.float16 if self.case.half else np.float32)
         if tensor.name == "q_window":
             window = 2.0 * rng.standard_normal(shape)
             return window.astype(np.float16 if self.case.half else np.float32)
+        if tensor.name in ("mean", "moment"):
+            return self.statistics(shape)
+        if tensor.name == "inv_freq":
+            return (1e4 ** (-np.arange(shape[0]) / shape[0])).astype(np.float32)
         if tensor.name == "mass":
             return self.mass(shape)
         if tensor.name == "score":

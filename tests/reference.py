@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from reference_expected import expected_attention_score
 from reference_keys import keydiff_score, knorm_score, nestedkv_score
 from reference_nexus import nexus_score, window_mass
 from reference_philox import philox_uniform
@@ -23,6 +24,7 @@ Inputs = Mapping[str, Array]
 
 REFERENCE: dict[str, Callable[[Attrs, Inputs], list[Array]]] = {
     "AccumUpdate": accum_update,
+    "ExpectedAttentionScore": expected_attention_score,
     "KNormScore": knorm_score,
     "KeyDiffScore": keydiff_score,
     "NestedKVScore": nestedkv_score,

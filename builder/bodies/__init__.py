@@ -9,6 +9,7 @@ import onnx_ir as ir
 from kvsift.builder import ops
 from kvsift.builder.bodies import (
     accum_update,
+    expected_attention_score,
     keydiff_score,
     knorm_score,
     nestedkv_score,
@@ -29,6 +30,7 @@ Build = Callable[[Body, Mapping[str, ops.Value], Dims], list[ir.Value]]
 
 BODIES: dict[str, Build] = {
     "AccumUpdate": accum_update.build,
+    "ExpectedAttentionScore": expected_attention_score.build,
     "KNormScore": knorm_score.build,
     "KeyDiffScore": keydiff_score.build,
     "NestedKVScore": nestedkv_score.build,
