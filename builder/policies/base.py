@@ -125,6 +125,8 @@ class ScoreInputs:
     #: Inverse frequencies float32 [D / 2] of the rotation, and the factor on its cos and sin.
     inv_freq: ir.Value
     rope_factor: float
+    #: First units that the policy always keeps.
+    sink_units: int = 4
 
 
 @dataclass(frozen=True)
