@@ -1,10 +1,11 @@
 """The op table: one row per op of the `kvsift` domain, the only place where an op is described.
 
 From a row come the C++ header `plugins/ops.gen.h`, the ONNX schema, `docs/ops.md` and the random
-inputs of the op tests. Symbols in shapes: B slots, E evicting slots, L layers, Hq query heads of
-the window (1 when it is already averaged), Hkv KV heads, D head size, W window queries, C capacity
-in tokens, N candidate units, R rows of scores (1 when a layer shares one set, else Hkv), n draws,
-P pinned spans. A product of symbols is written `Hq*D`.
+inputs of the op tests. Symbols in shapes: B slots, E evicting slots, L layers, Hq query heads (1
+in a window that is already averaged), Hkv KV heads, D head size, Dh half of it, W window queries,
+S tokens of a step, C capacity in tokens, N candidate units, R rows of scores (1 when a layer shares
+one set, else Hkv), Rl rows of lengths (1, or Hkv when heads differ), n draws, P pinned spans. A
+product of symbols is written `Hq*D`.
 """
 
 from __future__ import annotations
@@ -212,7 +213,9 @@ OPS: tuple[Op, ...] = (
         "each row first takes its forced units, then its own best up to floor(safeguard * budget); "
         "the rest of the layer's sum of budgets goes to the best (row, unit) pairs of the layer, "
         "ties to the lower row, then the lower index; no row exceeds floor(max_head_ratio * "
-        "budget) but by its forced units; NaN counts as the lowest",
+        "budget) but by its forced units; floors take x + 1e-3; "
+        + _FORCED.split("; ")[0]
+        + "; the key is the score, clamped to finite fp32, and NaN is the lowest",
         "Ada-KV, arXiv 2407.11550; arXiv 2605.26678, Eq. 17-18",
     ),
     Op(
@@ -288,7 +291,7 @@ OPS: tuple[Op, ...] = (
             Tensor("accum", "float32", ("B", "Hkv", "C"), "attention mass so far"),
             Tensor("queries", "T", ("B", "S", "Hq*D"), "rotated queries of the step"),
             _KEYS,
-            Tensor("past_lens", "int32", ("B", "Rl"), "valid rows before the step (Rl = 1 or Hkv)"),
+            Tensor("past_lens", "int32", ("B", "Rl"), "valid rows before the step"),
             _N_NEW,
         ),
         (Tensor("accum_out", "float32", ("B", "Hkv", "C"), "with this step's queries"),),
@@ -313,7 +316,8 @@ OPS: tuple[Op, ...] = (
         ),
         (Attr("sink_tokens", 4, 0, INT_MAX, "first positions that do not count"),),
         "mean and sum of (q - mean)(q - mean)^T over all tokens at position >= sink_tokens, merged "
-        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens)",
+        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens); where it is 0 "
+        "and n_new is not, the earlier state is not read",
         "Expected Attention, arXiv 2510.00636",
     ),
     Op(
