@@ -20,9 +20,10 @@ SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n":
 TOKENS = 28
 #: Attributes small enough for the sizes above to meet every part of a rule.
 SMALL = {"block_size": 4, "window": 5, "block_div": 6, "block_min": 3, "block_max": 4}
-#: Scorers that give each KV head a row of its own.
+#: Ops of which each KV head has a row of its own.
 ROW_SCORERS = (
     "ExpectedAttentionScore",
+    "HeadTopKSelect",
     "KNormScore",
     "KeyDiffScore",
     "NestedKVScore",

@@ -10,6 +10,7 @@ from kvsift.builder import ops
 from kvsift.builder.bodies import (
     accum_update,
     expected_attention_score,
+    head_topk_select,
     keydiff_score,
     knorm_score,
     nestedkv_score,
@@ -31,6 +32,7 @@ Build = Callable[[Body, Mapping[str, ops.Value], Dims], list[ir.Value]]
 BODIES: dict[str, Build] = {
     "AccumUpdate": accum_update.build,
     "ExpectedAttentionScore": expected_attention_score.build,
+    "HeadTopKSelect": head_topk_select.build,
     "KNormScore": knorm_score.build,
     "KeyDiffScore": keydiff_score.build,
     "NestedKVScore": nestedkv_score.build,
