@@ -316,8 +316,8 @@ OPS: tuple[Op, ...] = (
         ),
         (Attr("sink_tokens", 4, 0, INT_MAX, "first positions that do not count"),),
         "mean and sum of (q - mean)(q - mean)^T over all tokens at position >= sink_tokens, merged "
-        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens); where it is 0 "
-        "and n_new is not, the earlier state is not read",
+        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens); where it is "
+        "0 and n_new is not, the earlier state is not read",
         "Expected Attention, arXiv 2510.00636",
     ),
     Op(
