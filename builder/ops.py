@@ -1,11 +1,8 @@
 """The op table: one row per op of the `kvsift` domain, the only place where an op is described.
 
 From a row come the C++ header `plugins/ops.gen.h`, the ONNX schema, `docs/ops.md` and the random
-inputs of the op tests. Symbols in shapes: B slots, E evicting slots, L layers, Hq query heads (1
-in a window that is already averaged), Hkv KV heads, D head size, Dh half of it, W window queries,
-S tokens of a step, C capacity in tokens, N candidate units, R rows of scores (1 when a layer shares
-one set, else Hkv), Rl rows of lengths (1, or Hkv when heads differ), n draws, P pinned spans. A
-product of symbols is written `Hq*D`.
+inputs of the op tests. The symbols in shapes are explained at the top of `docs/ops.md`; a product
+of symbols is written `Hq*D`.
 """
 
 from __future__ import annotations
