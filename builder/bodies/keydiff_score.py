@@ -35,5 +35,4 @@ def build(b: Body, attrs: Mapping[str, ops.Value], dims: Dims) -> list[ir.Value]
 
 def mean_direction(b: Body, dims: Dims, sums: ir.Value) -> ir.Value:
     """Return the direction of the sum of the chunks' sums [E,Hkv,chunks,D] as [E,Hkv,1,D]."""
-    ones = b.op("Expand", b.f32(1.0), b.op("Concat", b.i64(1), b.size(sums, 2), axis=0))
-    return unit(b, b.op("MatMul", ones, sums), dims.head_dim)
+    return unit(b, b.unsqueeze(b.total(sums, 2), 2), dims.head_dim)

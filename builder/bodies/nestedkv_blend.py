@@ -35,8 +35,9 @@ def blended(
     if attrs["adaptive"] and attrs["beta"]:
         weights = adapted(b, attrs, prior, scales, valid, counts)
     else:
-        weights = b.const(prior[None, :], np.float32)
-    score = b.op("MatMul", weights, scales)  # [E, Hkv, 1, N]
+        weights = b.const(prior[:, None], np.float32)
+    weighted = b.multi("Split", 3, b.op("Mul", weights, scales), axis=2, num_outputs=3)
+    score = b.op("Add", b.op("Add", weighted[0], weighted[1]), weighted[2])  # [E, Hkv, 1, N]
     if attrs["gate"]:
         parts = b.multi("Split", 3, scales, axis=2, num_outputs=3)
         best = b.op("Max", *parts)
@@ -72,7 +73,7 @@ def adapted(
     valid: ir.Value,
     counts: ir.Value,
 ) -> ir.Value:
-    """Return the blend's weights [E,Hkv,1,3]: the prior moved by how far a scale's ends lie apart.
+    """Return the blend's weights [E,Hkv,3,1]: the prior moved by how far a scale's ends lie apart.
 
     The means of the highest and lowest values come from one sorted choice over both signs.
     """
@@ -86,14 +87,20 @@ def adapted(
     both = b.op("Where", valid, both, b.f32(-2.0))
     ends, _ = b.multi("TopK", 2, both, b.cast(most, ir.DataType.INT64), axis=3)
     rank = b.op("Range", b.i32(0), b.op("Squeeze", most), b.i32(1))
-    share = b.op("Div", b.cast(b.op("Less", rank, tail), FLOAT), b.cast(tail, FLOAT))
-    means = b.op("MatMul", ends, b.unsqueeze(share, 3))  # [E, Hkv, 6, 1]
-    top, bottom = b.multi("Split", 2, means, axis=2, num_outputs=2)
-    gap = b.op("Transpose", b.op("Add", top, bottom), perm=[0, 1, 3, 2])
+    counted = b.unsqueeze(b.op("Less", rank, tail), 2)  # [E, Hkv, 1, most]
+    sums = exact_total(b, b.op("Where", counted, ends, b.f32(0.0)))
+    means = b.op("Div", sums, b.cast(tail, FLOAT))  # [E, Hkv, 6]
+    gap = b.op("Add", *b.multi("Split", 2, means, axis=2, num_outputs=2))  # [E, Hkv, 3]
     # A prior of 0 stays 0 at any gap.
     with np.errstate(divide="ignore"):
         logs = b.const(np.maximum(np.log(prior), -1e30), np.float32)
-    return b.op("Softmax", b.op("Add", b.op("Mul", gap, b.f32(attrs["beta"])), logs), axis=-1)
+    moved = b.op("Add", b.op("Mul", gap, b.f32(attrs["beta"])), logs)
+    return b.unsqueeze(b.op("Softmax", moved, axis=-1), 3)
+
+
+def exact_total(b: Body, x: ir.Value) -> ir.Value:
+    """Return the sum of x [E,Hkv,K,n] over its long last axis, [E,Hkv,K]; zeros change no bit."""
+    return b.cast(b.total(b.cast(x, ir.DataType.DOUBLE), 3), FLOAT)
 
 
 def surprise(b: Body, parts: Sequence[ir.Value]) -> ir.Value:
@@ -113,8 +120,8 @@ def gate(
 ) -> ir.Value:
     """Return alpha [E,Hkv,1,N], how far the strongest memory replaces the blend."""
     scaled = unit_range(b, disagreement, valid)
-    total = b.op("MatMul", scaled, b.op("Transpose", b.cast(valid, FLOAT), perm=[0, 1, 3, 2]))
     count = b.cast(b.op("Max", counts, b.i32(1)), FLOAT)
-    above = b.op("Sub", scaled, b.op("Div", total, b.unsqueeze(count, 3)))
+    mean = b.unsqueeze(b.op("Div", exact_total(b, scaled), count), 3)
+    above = b.op("Sub", scaled, mean)
     above = b.op("Sub", b.op("Max", above, b.f32(0.0)), b.f32(attrs["tau"]))
     return b.op("Sigmoid", b.op("Mul", above, b.f32(attrs["kappa"])))

@@ -83,10 +83,11 @@ def block_directions(
     """Return the direction of the sum of each episodic block, [E,Hkv,blocks,D].
 
     A block is the chunks from its first token's to before its last token's, plus its last token's
-    chunk so far, less its first token's chunk before it.
+    chunk so far, less its first token's chunk before it. There is one block more than a row can
+    have: a product with a single row adds in another order.
     """
     padded = b.op("Mul", b.size(so_far, 2), b.i64(chunk))
-    most = b.op("Div", b.op("Add", padded, b.i64(shortest - 1)), b.i64(shortest))
+    most = b.op("Add", b.op("Div", padded, b.i64(shortest)), b.i64(2))
     number = b.op("Range", b.i32(0), b.cast(b.op("Squeeze", most), INT32), b.i32(1))
     first = b.op("Min", b.op("Mul", number, length), counts)  # [E, Hkv, blocks]
     last = b.op("Sub", b.op("Min", b.op("Add", first, length), counts), b.i32(1))

@@ -76,6 +76,11 @@ def resolve(
         given["recent_units"] = -(-window.rows // block_size)
     scorer_options, selector_options, common = (_parse(model, given) for model in models)
     assert isinstance(common, CommonOptions)
+    if select.name == "reservoir" and score.goes_negative(scorer_options):
+        raise UsageError(
+            f"selector 'reservoir' samples by positive weights, and scorer {score.name!r} gives "
+            f"negative ones with these options; use --selector topk or its default options"
+        )
     per_head = score.per_head(scorer_options)
     if select.per_head_lengths and not per_head:
         raise UsageError(
@@ -133,5 +138,7 @@ def _parse(model: type[Options], given: dict[str, Any]) -> Options:
         return model.model_validate(mine)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # a rule about several options
+            raise UsageError(first["msg"].removeprefix("Value error, ")) from None
         key = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"option {key}={first['input']!r}: {first['msg'].lower()}") from None
