@@ -38,6 +38,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "expected_attention": {},
     "adakv": {"options": {"window": 16}},
     "adakv-both": {"options": {"window": 16}, "scope": "both"},
+    "knorm": {},
+    "keydiff-both": {"scope": "both"},
+    "nestedkv": {},
+    "nestedkv-both": {"scope": "both"},
+    "nestedkv-reservoir": {"selector": "reservoir"},
     "nexus-heads": {
         "options": {"block_size": 8, "head_reduce": "per_head"},
         "selector": "head_topk",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,12 +24,20 @@ from kvsift.builder.policies.base import (
 )
 from kvsift.builder.policies.selectors import SELECTORS
 
-_MODULES = [
-    importlib.import_module(f"{__name__}.{module.name}")
-    for module in pkgutil.iter_modules(__path__)
-]
-SCORERS: dict[str, Scorer] = {m.SCORER.name: m.SCORER for m in _MODULES if hasattr(m, "SCORER")}
-PRESETS: dict[str, Preset] = {m.PRESET.name: m.PRESET for m in _MODULES if hasattr(m, "PRESET")}
+SCORERS: dict[str, Scorer] = {}
+PRESETS: dict[str, Preset] = {}
+
+
+def register(module: ModuleType) -> None:
+    """Make a module's `SCORER` and `PRESET` known, replacing those of the same name."""
+    if hasattr(module, "SCORER"):
+        SCORERS[module.SCORER.name] = module.SCORER
+    if hasattr(module, "PRESET"):
+        PRESETS[module.PRESET.name] = module.PRESET
+
+
+for _found in pkgutil.iter_modules(__path__):
+    register(importlib.import_module(f"{__name__}.{_found.name}"))
 
 
 def resolve(
