@@ -134,6 +134,7 @@ def emit_selection(
             states=layer.states,
             inv_freq=inv_freq,
             rope_factor=config.rope.attention_factor,
+            sink_units=policy.sink_units,
         )
         score = scorer.emit(g, x, options, policy.block_size)
         scores.append(g.op("Unsqueeze", score, g.const([0])))

@@ -1,10 +1,8 @@
 """The op table: one row per op of the `kvsift` domain, the only place where an op is described.
 
 From a row come the C++ header `plugins/ops.gen.h`, the ONNX schema, `docs/ops.md` and the random
-inputs of the op tests. Symbols in shapes: B slots, E evicting slots, L layers, Hq query heads of
-the window (1 when it is already averaged), Hkv KV heads, D head size, W window queries, C capacity
-in tokens, N candidate units, R rows of scores (1 when a layer shares one set, else Hkv), n draws,
-P pinned spans. A product of symbols is written `Hq*D`.
+inputs of the op tests. The symbols in shapes are explained at the top of `docs/ops.md`; a product
+of symbols is written `Hq*D`.
 """
 
 from __future__ import annotations
@@ -212,7 +210,9 @@ OPS: tuple[Op, ...] = (
         "each row first takes its forced units, then its own best up to floor(safeguard * budget); "
         "the rest of the layer's sum of budgets goes to the best (row, unit) pairs of the layer, "
         "ties to the lower row, then the lower index; no row exceeds floor(max_head_ratio * "
-        "budget) but by its forced units; NaN counts as the lowest",
+        "budget) but by its forced units; floors take x + 1e-3; "
+        + _FORCED.split("; ")[0]
+        + "; the key is the score, clamped to finite fp32, and NaN is the lowest",
         "Ada-KV, arXiv 2407.11550; arXiv 2605.26678, Eq. 17-18",
     ),
     Op(
@@ -252,13 +252,17 @@ OPS: tuple[Op, ...] = (
             Attr("prior_current", 0.2, 0.0, 1.0, "prior weight of the current memory"),
             Attr("kappa", 10.0, 0.0, 1e3, "sharpness of the gate"),
             Attr("tau", 0.6, 0.0, 1.0, "threshold of the gate"),
-            Attr("adaptive", 1, 0, 1, "0: the blend keeps the prior weights"),
+            Attr("adaptive", 1, 0, 1, "0: the blend keeps the prior weights (sum 1)"),
             Attr("gate", 1, 0, 1, "0: no routing to the strongest memory"),
             Attr("continuum", 1, 0, 1, "0: the stable memory alone, neither scaled nor blended"),
         ),
-        "a_k = -cos(k, mu_k), min-max per row; w = softmax(log prior + beta * (top mean - bottom "
-        "mean)); s = std of the three, s' = max(0, mm(s) - mean mm(s)); alpha = sigmoid(kappa * "
-        "(s' - tau)); score = (1 - alpha) * sum w_k a_k + alpha * max a_k; R = Hkv, rows in order",
+        "k scaled to length 1; mu of all units, of the unit's block, of the last `window` units; "
+        "a_k = -cos(k, mu_k), min-max per row (mm; 0 where the span is below 1e-5); "
+        "w = softmax(log prior + beta * (mean of the top p - mean of the bottom p of a_k)), "
+        "p = max(1, floor(tail * N + 1e-3)); "
+        "s = std of the three, s' = max(0, mm(s) - mean mm(s)); "
+        "alpha = sigmoid(kappa * (s' - tau)); score = (1 - alpha) * sum w_k a_k + alpha * max a_k; "
+        "N counts the row's valid units; unit j is row j of the slot, R = Hkv, rows in order",
         "arXiv 2605.26678, Eq. 5-15",
     ),
     Op(
@@ -284,7 +288,7 @@ OPS: tuple[Op, ...] = (
             Tensor("accum", "float32", ("B", "Hkv", "C"), "attention mass so far"),
             Tensor("queries", "T", ("B", "S", "Hq*D"), "rotated queries of the step"),
             _KEYS,
-            Tensor("past_lens", "int32", ("B", "Rl"), "valid rows before the step (Rl = 1 or Hkv)"),
+            Tensor("past_lens", "int32", ("B", "Rl"), "valid rows before the step"),
             _N_NEW,
         ),
         (Tensor("accum_out", "float32", ("B", "Hkv", "C"), "with this step's queries"),),
@@ -309,7 +313,8 @@ OPS: tuple[Op, ...] = (
         ),
         (Attr("sink_tokens", 4, 0, INT_MAX, "first positions that do not count"),),
         "mean and sum of (q - mean)(q - mean)^T over all tokens at position >= sink_tokens, merged "
-        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens)",
+        "as in Chan et al.; the earlier count is max(0, first_position - sink_tokens); where it is "
+        "0 and n_new is not, the earlier state is not read",
         "Expected Attention, arXiv 2510.00636",
     ),
     Op(

@@ -5,8 +5,10 @@ Written to a temporary sibling and renamed, so that a killed build leaves no hal
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -163,16 +165,37 @@ def new_package(directory: Path, force: bool = False) -> Iterator[Path]:
         if not force and any(directory.iterdir()):
             raise UsageError(f"{directory} exists; choose another -o or pass --force")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    _remove_leftovers(directory)
+    prefix = f".{directory.name}.{os.getpid()}."
+    building = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
+    old = Path(f"{building}.old")
     try:
         yield building
         building.chmod(0o755)
         if directory.exists():
-            shutil.rmtree(directory)
+            directory.rename(old)
         building.rename(directory)
     finally:
-        if building.exists():
-            shutil.rmtree(building, ignore_errors=True)
+        for leftover in (building, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed builds of the same package left beside it."""
+    for path in directory.parent.glob(f".{glob.escape(directory.name)}.*"):
+        owner = path.name.removeprefix(f".{directory.name}.").split(".")[0]
+        if owner.isdigit() and not _is_running(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -554,7 +554,7 @@ struct NestedKVScore {
     float prior_current = 0.2F;  // prior weight of the current memory
     float kappa = 10.0F;  // sharpness of the gate
     float tau = 0.6F;  // threshold of the gate
-    std::int32_t adaptive = 1;  // 0: the blend keeps the prior weights
+    std::int32_t adaptive = 1;  // 0: the blend keeps the prior weights (sum 1)
     std::int32_t gate = 1;  // 0: no routing to the strongest memory
     std::int32_t continuum = 1;  // 0: the stable memory alone, neither scaled nor blended
   };

@@ -124,13 +124,13 @@ class KVCache:
                     for head, block in enumerate(target):
                         array[head, block * size : (block + 1) * size] = moved[head]
 
-    def poison(self, slot: int, lens: Ints | int) -> None:
-        """Overwrite the rows from `lens` ([L, 1 or Hkv], or one for all) on with NaN.
+    def poison(self, slot: int, lens: Ints | int, value: float) -> None:
+        """Overwrite the rows from `lens` ([L, 1 or Hkv], or one for all) on.
 
-        For tests: a row that is not valid is never read.
+        For tests: what a row that is not valid holds changes nothing.
         """
         ends = np.broadcast_to(lens, (len(self.keys), self._heads))
         for i, row in enumerate(ends):
             for array in (self.keys[i], self.values[i]):
                 for head, end in enumerate(row):
-                    array[slot, head, end:] = np.nan
+                    array[slot, head, end:] = value

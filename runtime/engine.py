@@ -104,11 +104,15 @@ class Engine:
             min_budget_tokens=policy.min_budget_tokens,
         )
         self.session: Session = OrtSession(self.directory, self.manifest, threads)
-        self.cache = self.session.new_cache(self.max_batch, capacity)
+        # Where rows differ in length, layers start small and grow to their longest row.
+        start = capacity if policy.shared_lens else policy.block_size
+        self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
         self._requests = 0
-        #: Fill what is evicted or stale with NaN: tests use it to show that it is never read.
+        #: Overwrite what is evicted or stale: tests use it to show that it changes nothing. With
+        #: NaN, or with large numbers in the portable form, which multiplies stale rows by 0.
         self.poison = False
+        self._poison = np.nan if self.manifest.attention == "gqa" else 1e4
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -239,8 +243,8 @@ class Engine:
         move_to(self.cache, self.scratch, source, slot, units)
         slot.coverages = source.coverages
         if self.poison:
-            self.scratch.poison(0, 0)
-            self.cache.poison(index, slot.lens)
+            self.scratch.poison(0, 0, self._poison)
+            self.cache.poison(index, slot.lens, self._poison)
         sequence.slot = slot
         row: Logits = self._last(output.logits)[0]
         return row
@@ -273,7 +277,7 @@ class Engine:
                 slot.steps += 1
                 slot.coverages.append(float(output.kept.coverage[:, e].mean()))
                 if self.poison:
-                    self.cache.poison(slot.index, slot.lens)
+                    self.cache.poison(slot.index, slot.lens, self._poison)
         return self._last(output.logits)
 
     def _last(self, logits: Logits) -> Logits:
@@ -314,6 +318,7 @@ class Engine:
             budgets,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
+            spare=policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens,
             recent=int(policy.recent_fraction * (sequence.budget or 0)) * policy.block_size,
         )
 

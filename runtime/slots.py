@@ -35,6 +35,8 @@ class Slot:
     seed: int = 0
     pins: tuple[tuple[int, int], ...] = ()
     recent: int = 0
+    #: Tokens that may come before the next eviction: the room that a grown cache leaves.
+    spare: int = 0
     #: True tokens so far.
     seen: int = 0
     #: Evictions so far: the Philox counter of the next one.
@@ -103,6 +105,7 @@ def new_slot(
     seed: int = 0,
     pins: tuple[tuple[int, int], ...] = (),
     recent: int = 0,
+    spare: int = 0,
     layout: Layout | None = None,
 ) -> Slot:
     """Return an empty slot with room for the ids of `units` units.
@@ -121,6 +124,7 @@ def new_slot(
         seed=seed,
         pins=pins,
         recent=recent,
+        spare=spare,
     )
 
 
@@ -219,9 +223,9 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
 
 
 def _room(rows: int, slot: Slot) -> int:
-    """Return the capacity for `rows` rows and one interval more, in whole units."""
+    """Return the capacity for `rows` rows and the tokens to come, in whole units."""
     size = slot.block_size
-    return -(-(rows + slot.interval) // size) * size
+    return -(-(rows + max(slot.spare, 1)) // size) * size
 
 
 def _ids_of(slot: Slot, kept: KeptUnits, units: int) -> Ints:

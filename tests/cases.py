@@ -15,12 +15,15 @@ from kvsift.builder.bodies import Dims
 
 Array = NDArray[Any]
 
-SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n": 5, "P": 2}
+SIZES = {"B": 4, "E": 3, "L": 2, "Hq": 4, "Hkv": 2, "D": 8, "W": 6, "N": 7, "n": 5, "P": 2, "S": 9}
 #: Rows of a cache where nothing else is said.
 TOKENS = 28
-#: Scorers that give each KV head a row of its own.
+#: Attributes small enough for the sizes above to meet every part of a rule.
+SMALL = {"block_size": 4, "window": 5, "block_div": 6, "block_min": 3, "block_max": 4}
+#: Ops of which each KV head has a row of its own.
 ROW_SCORERS = (
     "ExpectedAttentionScore",
+    "HeadTopKSelect",
     "KNormScore",
     "KeyDiffScore",
     "NestedKVScore",
@@ -42,6 +45,8 @@ class Case:
     seen: tuple[int, ...] = ()
     #: Slots given first; -1 is skipped.
     slots: tuple[int, ...] = ()
+    #: Real tokens of a step in the first slots.
+    new: tuple[int, ...] = ()
     #: Budgets: None is random, else the same everywhere.
     budget: int | None = None
     #: Values put at random places of the score.
@@ -50,6 +55,18 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with other fields."""
+        return replace(self, **changes)
+
+
+def numbers(tensor: ops.Tensor, size: Mapping[str, int]) -> tuple[int, ...]:
+    """A tensor's symbolic shape in numbers."""
+    return tuple(
+        int(np.prod([int(s) if s.isdigit() else size[s] for s in dim.split("*")]))
+        for dim in tensor.shape
+    )
 
 
 class Scene:
@@ -65,6 +82,7 @@ class Scene:
         per_head = case.attrs.get("head_reduce") == ops.HEAD_REDUCE.index("per_head")
         per_head |= case.op in ROW_SCORERS and not case.attrs.get("shared")
         self.size.setdefault("R", self.size["Hkv"] if per_head else 1)
+        self.size.setdefault("Dh", self.size["D"] // 2)
         self.size.setdefault("C", self.size["N"] * self.block)
         for attr in ops.TABLE[case.op].attrs:
             if attr.symbol:
@@ -81,10 +99,7 @@ class Scene:
 
     def shape(self, tensor: ops.Tensor) -> tuple[int, ...]:
         """The tensor's shape in numbers."""
-        return tuple(
-            int(np.prod([int(s) if s.isdigit() else self.size[s] for s in dim.split("*")]))
-            for dim in tensor.shape
-        )
+        return numbers(tensor, self.size)
 
     def unit_ids(self, shape: tuple[int, ...]) -> Array:
         """Distinct ids with the newest block last (it is partial) and the others in any order."""
@@ -122,6 +137,15 @@ class Scene:
             mass[:, e, :, : max(0, window - seen)] = np.nan
         return mass / np.maximum(mass.sum(axis=-1, keepdims=True), 1e-30)
 
+    def statistics(self, shape: tuple[int, ...]) -> Array:
+        """Means of queries, or sums of squares over the tokens seen; NaN in slots that stay."""
+        out = np.full(shape, np.nan, np.float32)
+        for slot, seen in zip(self.slots, self.seen, strict=True):
+            out[slot] = self.rng.standard_normal(shape[1:])
+            if len(shape) == 4:
+                out[slot] = seen / shape[-1] * out[slot] @ np.swapaxes(out[slot], -1, -2)
+        return out
+
     def make(self, tensor: ops.Tensor) -> Array:
         """Make one input."""
         shape, rng = self.shape(tensor), self.rng
@@ -130,11 +154,15 @@ class Scene:
             return np.array(per_slot[tensor.name], np.int32).reshape(shape)
         if tensor.name == "unit_ids":
             return self.unit_ids(shape)
-        if tensor.name == "keys":
+        if tensor.name in ("keys", "values"):
             return self.keys(shape).astype(np.float16 if self.case.half else np.float32)
         if tensor.name == "q_window":
             window = 2.0 * rng.standard_normal(shape)
             return window.astype(np.float16 if self.case.half else np.float32)
+        if tensor.name in ("mean", "moment"):
+            return self.statistics(shape)
+        if tensor.name == "inv_freq":
+            return (1e4 ** (-np.arange(shape[0]) / shape[0])).astype(np.float32)
         if tensor.name == "mass":
             return self.mass(shape)
         if tensor.name == "score":
@@ -166,7 +194,7 @@ class Scene:
 
 def attribute_choices(op: ops.Op) -> Iterator[dict[str, ops.Value]]:
     """The defaults, then each attribute at its ends and choices (kept small), one at a time."""
-    base = op.defaults() | ({"block_size": 4} if "block_size" in op.defaults() else {})
+    base = op.defaults() | {k: v for k, v in SMALL.items() if k in op.defaults()}
     yield base
     for attr in op.attrs:
         small = {1, 3, 7} if attr.is_int else {attr.low, 0.25}

@@ -138,7 +138,7 @@ class Trace:
     `kept` holds the unit ids [L, R, n] right after each eviction and `seen` the true tokens then;
     `ids` those at the end. `logits` has one row per step, `positions` the ids that the steps of
     decode used. `keys` and `values` [L, Hkv, rows, D] are the slot's rows at the end, and
-    `positions_held` [L, R, rows] where they come from. `wrong_rows` counts cached rows that are
+    `positions_held` [L, R, rows] where they come from (-1: nowhere). `wrong_rows` counts cached rows that are
     not, bit for bit, what the graph wrote for their position; `most_rows` is the most that the
     slot has held.
     """
@@ -198,23 +198,29 @@ class Probe:
         self.steps.append(step)
         if self.watch:
             self.watch(cache, step, output)
+        layers, heads = len(cache.keys), cache.keys[0].shape[1]
+        batch = len(step.n_new)
+        lens = step.past_lens.reshape(len(step.past_lens), batch, -1)
+        lens = np.broadcast_to(lens, (layers, batch, heads))
         for b, count in enumerate(step.n_new):
             owner = self._reading if cache is self.engine.scratch else self._by_slot.get(b)
             if owner is None or count == 0:
                 continue
             trace = self.traces[owner.index]
-            first = int(step.past_lens[0, b])
+            first = lens[:, b]  # [L, Hkv]
             for i in range(int(count)):
                 position = int(step.position_ids[b, i])
                 assert position not in trace.written, "a position was written twice"
                 trace.written[position] = [
-                    a[b, :, first + i].copy() for a in (*cache.keys, *cache.values)
+                    a[b, range(heads), first[layer] + i].copy()
+                    for arrays in (cache.keys, cache.values)
+                    for layer, a in enumerate(arrays)
                 ]
             if cache is self.engine.scratch:
                 trace.prompt_logits.append(output.logits[b].copy())
             else:
                 trace.positions.append(int(step.position_ids[b, 0]))
-                trace.most_rows = max(trace.most_rows, first + 1)
+                trace.most_rows = max(trace.most_rows, int(first.max()) + 1)
         return output
 
     def prefill(self, sequence: Running, index: int) -> Floats:
@@ -257,6 +263,7 @@ class Probe:
         units, lens = (np.broadcast_to(a, (layers, rows)) for a in (slot.units, slot.lens))
         assert ((slot.ids >= 0) == (np.arange(most) < units[..., None])).all()
         held = (slot.ids[..., None] * size + np.arange(size)).reshape(layers, rows, -1)
+        held = np.where(np.arange(held.shape[-1]) < lens[..., None], held, -1)
         trace.positions_held = held[..., : slot.length]
         for layer, row in np.ndindex(layers, rows):
             length = int(lens[layer, row])
@@ -270,7 +277,7 @@ class Probe:
 
 @contextmanager
 def probed(engine: Engine, poison: bool = False, watch: Watch | None = None) -> Iterator[Probe]:
-    """Put a probe into an engine; `poison` fills evicted and stale rows with NaN.
+    """Put a probe into an engine; `poison` spoils evicted and stale rows.
 
     `watch` sees every step after the graph has run and before rows move.
     """

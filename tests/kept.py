@@ -29,6 +29,25 @@ POLICIES: dict[str, dict[str, Any]] = {
     "random": {"options": {"block_size": 8, "recent_units": 2}, "scope": "both"},
     "random-tokens": {"options": {"recent_units": 4}, "scope": "both"},
     "random-prefill": {},
+    "snapkv": {"options": {"window": 16}},
+    "snapkv-both": {"options": {"window": 16}, "scope": "both"},
+    "pyramidkv-both": {"options": {"window": 4, "pyramid_beta": 4.0}, "scope": "both"},
+    "tova": {},
+    "h2o": {},
+    "morphkv": {"options": {"window": 8}},
+    "expected_attention": {},
+    "adakv": {"options": {"window": 16}},
+    "adakv-both": {"options": {"window": 16}, "scope": "both"},
+    "knorm": {},
+    "keydiff-both": {"scope": "both"},
+    "nestedkv": {},
+    "nestedkv-both": {"scope": "both"},
+    "nestedkv-reservoir": {"selector": "reservoir"},
+    "nexus-heads": {
+        "options": {"block_size": 8, "head_reduce": "per_head"},
+        "selector": "head_topk",
+    },
+    "nexus-layers": {"options": {"block_size": 8, "layer_budgets": (2.0, 1.0)}},
 }
 
 

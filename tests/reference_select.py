@@ -63,21 +63,63 @@ def reservoir_priority(attrs: Attrs, x: Inputs) -> Array:
 
 def select(attrs: Attrs, x: Inputs, key: Array) -> list[Array]:
     """Forced units, then the highest keys, lower index first; keep_len = min(valid, max(K, F))."""
+    forced = forced_units(attrs, x)
+    counts = np.zeros(x["budget"].shape, np.int32)
+    for row in np.ndindex(counts.shape):
+        valid = int((x["unit_ids"][row] >= 0).sum())
+        counts[row] = min(valid, max(int(x["budget"][row]), int(forced[row].sum())))
+    return keep(attrs, x, key, counts)
+
+
+def own_order(ids: Array, forced: Array, key: Array) -> list[int]:
+    """The valid units of a row as it would keep them: forced, then by key, lower index first."""
+    valid = [j for j in range(len(ids)) if ids[j] >= 0]
+    return sorted(valid, key=lambda j: (not forced[j], -key[j], j))
+
+
+def keep(attrs: Attrs, x: Inputs, key: Array, counts: Array) -> list[Array]:
+    """Keep the first `counts` [L,E,R] units of each row's own order."""
     ids, score = x["unit_ids"], x["score"].astype(np.float64)
     forced = forced_units(attrs, x)
-    keep = np.full(ids.shape, -1, np.int32)
-    keep_len = np.zeros(ids.shape[:3], np.int32)
+    out = np.full(ids.shape, -1, np.int32)
     coverage = np.full(ids.shape[:3], np.nan)
     for row in np.ndindex(ids.shape[:3]):
-        valid = [j for j in range(ids.shape[3]) if ids[row][j] >= 0]
-        order = sorted(valid, key=lambda j: (not forced[row][j], -key[row][j], j))
-        count = min(len(valid), max(int(x["budget"][row]), int(forced[row].sum())))
-        kept = sorted(order[:count])
-        keep[row][:count], keep_len[row] = kept, count
-        total = score[row][valid].sum()
+        order = own_order(ids[row], forced[row], key[row])
+        kept = sorted(order[: counts[row]])
+        out[row][: len(kept)] = kept
+        total = score[row][order].sum()
         if attrs["score_is_mass"] and np.isfinite(total) and total != 0:
             coverage[row] = score[row][kept].sum() / total
-    return [keep, keep_len, coverage]
+    return [out, counts, coverage]
+
+
+def head_topk_select(attrs: Attrs, x: Inputs) -> list[Array]:
+    """Safe units of each row, then the best (row, unit) pairs of the layer, one place at a time."""
+    key, forced = topk_priority(attrs, x), forced_units(attrs, x)
+    counts = np.zeros(x["budget"].shape, np.int32)
+    for layer, e in np.ndindex(counts.shape[:2]):
+        budgets = [max(0, int(v)) for v in x["budget"][layer, e]]
+        orders, caps = [], []
+        for r, budget in enumerate(budgets):
+            at = (layer, e, r)
+            orders.append(own_order(x["unit_ids"][at], forced[at], key[at]))
+            need = int(forced[at].sum())
+            caps.append(len(orders[r]))
+            if attrs["max_head_ratio"]:
+                most = int(attrs["max_head_ratio"] * budget + 1e-3)
+                caps[r] = min(caps[r], max(need, most))
+            counts[at] = min(caps[r], max(need, int(attrs["safeguard"] * budget + 1e-3)))
+        while counts[layer, e].sum() < sum(budgets):
+            # The next unit of each row that has room: the best key, then the lower row.
+            bids = [
+                (-key[layer, e, r, orders[r][counts[layer, e, r]]], r)
+                for r in range(len(budgets))
+                if counts[layer, e, r] < caps[r]
+            ]
+            if not bids:
+                break
+            counts[layer, e, min(bids)[1]] += 1
+    return keep(attrs, x, key, counts)
 
 
 def topk_select(attrs: Attrs, x: Inputs) -> list[Array]:

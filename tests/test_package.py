@@ -319,6 +319,8 @@ def test_a_killed_build_leaves_no_package(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "engine").exists()
     assert not any((p / MANIFEST).exists() for p in tmp_path.iterdir())
+    assert len(left(tmp_path)) == 1
     make(tmp_path)
+    assert left(tmp_path) == ["engine"], "the next build clears what the killed one left"
     result = Engine(tmp_path / "engine").generate([request(100, 5)])
     assert len(result[0].token_ids) == 5

@@ -101,6 +101,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_tokens_of_smollm2(engines: Engines, smollm2_gguf: Path) -> None:
     """Both readers of the GGUF file agree.

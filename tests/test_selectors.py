@@ -15,15 +15,15 @@ from runners import IMPLEMENTATIONS
 
 from kvsift.builder import ops
 
-SELECTORS = ("TopKSelect", "ReservoirSelect")
+SELECTORS = ("TopKSelect", "ReservoirSelect", "HeadTopKSelect")
 ODD = st.sampled_from([0.0, 1.0, 1.0, 0.5, 3e38, 1e-45, -1.0, np.inf, -np.inf, np.nan])
 UNITS = 9
 
 pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-both = pytest.mark.parametrize("op", SELECTORS)
+each = pytest.mark.parametrize("op", SELECTORS)
 
 
-@both
+@each
 @given(scores=st.lists(ODD, min_size=UNITS, max_size=UNITS), budget=st.integers(-1, UNITS + 2))
 def test_forced_units_survive_any_score(
     implementation: str, op: str, scores: list[float], budget: int
@@ -36,7 +36,7 @@ def test_forced_units_survive_any_score(
     assert count[0] == min(UNITS, max(budget, 4)) == kept.sum()
 
 
-@both
+@each
 @given(scores=st.lists(ODD, min_size=UNITS, max_size=UNITS), low=st.integers(0, UNITS))
 def test_larger_budgets_keep_supersets(
     implementation: str, op: str, scores: list[float], low: int
@@ -46,7 +46,7 @@ def test_larger_budgets_keep_supersets(
     assert (large >= small).all()
 
 
-@both
+@each
 def test_ties_keep_the_lowest_indices_every_time(implementation: str, op: str) -> None:
     u = np.full((1, 1, 1, 5, 300), 0.5)
     for _ in range(50):
@@ -55,7 +55,7 @@ def test_ties_keep_the_lowest_indices_every_time(implementation: str, op: str) -
         assert kept.sum() == 100
 
 
-@both
+@each
 def test_nan_is_the_lowest(implementation: str, op: str) -> None:
     scores = [np.nan, 0.1, np.nan, 0.2, np.inf, 0.3]
     kept, _, coverage = select(implementation, op, [scores], 4)
@@ -66,7 +66,7 @@ def test_nan_is_the_lowest(implementation: str, op: str) -> None:
     )
 
 
-@both
+@each
 def test_padding_is_never_kept(implementation: str, op: str) -> None:
     ids = [[3, -1, 5, -1, 0]]
     kept, count, coverage = select(
@@ -77,7 +77,7 @@ def test_padding_is_never_kept(implementation: str, op: str) -> None:
     assert coverage[0] == 1.0
 
 
-@both
+@each
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_first_tokens_are_kept_at_any_budget(implementation: str, op: str, tokens: int) -> None:
     kept, count, _ = select(
@@ -87,7 +87,7 @@ def test_first_tokens_are_kept_at_any_budget(implementation: str, op: str, token
     assert count[0] == 1
 
 
-@both
+@each
 def test_partial_tail_and_recent_full_units_are_forced(implementation: str, op: str) -> None:
     """Of 70 tokens in blocks of 32, block 2 is partial: one recent unit means block 1 as well."""
     for recent, forced in ((0, [2]), (1, [1, 2]), (5, [0, 1, 2])):
@@ -97,7 +97,7 @@ def test_partial_tail_and_recent_full_units_are_forced(implementation: str, op: 
         assert np.flatnonzero(kept[0]).tolist() == forced
 
 
-@both
+@each
 def test_coverage_is_the_kept_share(implementation: str, op: str) -> None:
     scores = [[0.1, 0.4, 0.2, 0.3]]
     kept, _, coverage = select(implementation, op, scores, 2)
@@ -164,7 +164,7 @@ def test_a_slot_is_scored_alone_as_in_a_batch(implementation: str, block: int, m
         assert np.array_equal(again, full)
 
 
-@both
+@each
 def test_a_slot_is_selected_alone_as_in_a_batch(implementation: str, op: str) -> None:
     """The same sets and the same coverage, bit for bit, however many slots there are."""
     attrs = ops.TABLE[op].defaults() | {"block_size": 4}

@@ -8,8 +8,15 @@ import onnx_ir as ir
 
 from kvsift.builder import ops
 from kvsift.builder.bodies import (
+    accum_update,
+    expected_attention_score,
+    head_topk_select,
+    keydiff_score,
+    knorm_score,
+    nestedkv_score,
     nexus_score,
     philox_uniform,
+    query_stats_update,
     reservoir_select,
     topk_select,
     window_mass,
@@ -23,8 +30,15 @@ __all__ = ["BODIES", "Dims", "body"]
 Build = Callable[[Body, Mapping[str, ops.Value], Dims], list[ir.Value]]
 
 BODIES: dict[str, Build] = {
+    "AccumUpdate": accum_update.build,
+    "ExpectedAttentionScore": expected_attention_score.build,
+    "HeadTopKSelect": head_topk_select.build,
+    "KNormScore": knorm_score.build,
+    "KeyDiffScore": keydiff_score.build,
+    "NestedKVScore": nestedkv_score.build,
     "NexusScore": nexus_score.build,
     "PhiloxUniform": philox_uniform.build,
+    "QueryStatsUpdate": query_stats_update.build,
     "ReservoirSelect": reservoir_select.build,
     "TopKSelect": topk_select.build,
     "WindowMass": window_mass.build,

@@ -41,10 +41,8 @@ def pinned_units(b: Body, block: ir.Value) -> ir.Value:
     return b.op("Greater", b.reduce("Sum", b.cast(meets, INT32), 4), b.i32(0))
 
 
-def keep_best(
-    b: Body, attrs: Mapping[str, ops.Value], key: ir.Value, valid: ir.Value, forced: ir.Value
-) -> list[ir.Value]:
-    """Return [keep, keep_len, coverage] of the units with the highest key [L,E,R,N].
+def ranked_key(b: Body, key: ir.Value, valid: ir.Value, forced: ir.Value) -> ir.Value:
+    """Return the key [L,E,R,N] in the order of choice: forced units first, padding last.
 
     The key is clamped to finite values and NaN is the lowest of them, so that +inf and -inf are
     free for forced units and padding; equal keys go to the lower index, as TopK does.
@@ -52,22 +50,51 @@ def keep_best(
     finite = b.op("Clip", key, b.f32(-FLOAT_MAX), b.f32(FLOAT_MAX))
     finite = b.op("Where", b.op("IsNaN", key), b.f32(-FLOAT_MAX), finite)
     ranked = b.op("Where", valid, finite, b.f32(-np.inf))
-    ranked = b.op("Where", forced, b.f32(np.inf), ranked)
+    return b.op("Where", forced, b.f32(np.inf), ranked)
 
-    count = b.reduce("Sum", b.cast(valid, INT32), 3)
-    need = b.reduce("Sum", b.cast(forced, INT32), 3)
-    keep_len = b.op("Min", count, b.op("Max", b.input("budget"), need))  # [L, E, R]
 
-    # Only as many as the fullest row keeps are sorted; at least one, so that TopK has work.
-    lens = b.op("Concat", b.reshape(keep_len, -1), b.const([1], np.int32), axis=0)
-    most = b.cast(b.reduce("Max", lens, 0, keep=True), ir.DataType.INT64)
-    _, best = b.multi("TopK", 2, ranked, most, axis=3)
-    rank = b.op("Range", b.i32(0), b.cast(b.op("Squeeze", most), INT32), b.i32(1))
-    kept = b.op("Less", rank, b.unsqueeze(keep_len, 3))  # [L, E, R, most]
+def number(b: Body, units: ir.Value) -> ir.Value:
+    """Return how many units [L,E,R,N] are true, int32 [L,E,R]."""
+    return b.reduce("Sum", b.cast(units, INT32), 3)
+
+
+def largest(b: Body, counts: ir.Value) -> ir.Value:
+    """Return the largest count, int64 [1]; at least one, so that TopK has work."""
+    flat = b.op("Concat", b.reshape(counts, -1), b.const([1], np.int32), axis=0)
+    return b.cast(b.reduce("Max", flat, 0, keep=True), ir.DataType.INT64)
+
+
+def ranks(b: Body, most: ir.Value) -> ir.Value:
+    """Return 0 .. most-1 as int32."""
+    return b.op("Range", b.i32(0), b.cast(b.op("Squeeze", most), INT32), b.i32(1))
+
+
+def keep_best(
+    b: Body, attrs: Mapping[str, ops.Value], key: ir.Value, valid: ir.Value, forced: ir.Value
+) -> list[ir.Value]:
+    """Return [keep, keep_len, coverage] of the units with the highest key [L,E,R,N]."""
+    need = number(b, forced)
+    keep_len = b.op("Min", number(b, valid), b.op("Max", b.input("budget"), need))  # [L, E, R]
+    # Only as many as the fullest row keeps are sorted.
+    most = largest(b, keep_len)
+    _, best = b.multi("TopK", 2, ranked_key(b, key, valid, forced), most, axis=3)
+    return kept_units(b, attrs, best, keep_len, valid)
+
+
+def kept_units(
+    b: Body,
+    attrs: Mapping[str, ops.Value],
+    best: ir.Value,
+    keep_len: ir.Value,
+    valid: ir.Value,
+) -> list[ir.Value]:
+    """Return [keep, keep_len, coverage] of the first keep_len of the units `best` [L,E,R,K]."""
+    most = b.size(best, 3)
+    kept = b.op("Less", ranks(b, most), b.unsqueeze(keep_len, 3))  # [L, E, R, K]
     index = b.op("Where", kept, b.cast(best, INT32), b.i32(FAR))
     ascending, _ = b.multi("TopK", 2, index, most, axis=3, largest=0)
     ascending = b.op("Where", b.op("Less", ascending, b.i32(FAR)), ascending, b.i32(-1))
-    rest = b.op("Sub", b.size(key, 3), most)
+    rest = b.op("Sub", b.size(valid, 3), most)
     pads = b.op("Concat", b.i64(0, 0, 0, 0, 0, 0, 0), rest, axis=0)
     keep = b.op("Pad", ascending, pads, b.i32(-1))
 

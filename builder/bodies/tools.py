@@ -76,6 +76,30 @@ class Body:
             self._tape, self._consts = tape, consts
         return self.op("If", condition, **graphs)
 
+    def loop(
+        self,
+        count: ir.Value,
+        start: ir.Value,
+        step: Callable[[ir.Value, ir.Value], ir.Value],
+    ) -> ir.Value:
+        """Return `state = step(i, state)` repeated for i = 0 .. count - 1 from `start`.
+
+        `count` and i are int64 scalars; the state is fp32 and keeps its shape.
+        """
+        types = (ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.FLOAT)
+        shapes = (ir.Shape([]), ir.Shape([]), None)
+        i, go, state = (
+            ir.Value(name=f"loop_{self._count + k}", type=ir.TensorType(t), shape=shape)
+            for k, (t, shape) in enumerate(zip(types, shapes, strict=True))
+        )
+        self._count += 3
+        tape, consts = self._tape, self._consts
+        self._tape, self._consts = Tape(), dict(consts)
+        outputs = [self.op("Identity", go), step(i, state)]
+        body = ir.Graph([i, go, state], outputs, nodes=self._tape.nodes, name="step")
+        self._tape, self._consts = tape, consts
+        return self.op("Loop", count, self.const(True, np.bool_), start, body=body)
+
     def const(
         self, value: float | Sequence[int] | NDArray[np.generic], dtype: DTypeLike
     ) -> ir.Value:

@@ -33,13 +33,14 @@ def build(b: Body, attrs: Mapping[str, ops.Value], dims: Dims) -> list[ir.Value]
         logits = mean_logits(b, position, dims)
     else:
         logits = head_logits(b, window_queries(b, dims), position, dims, rows)
-    probs = b.reshape(b.op("Softmax", logits, axis=-1), slot, 0, 0, units, block)
+    probs = b.op("Softmax", logits, axis=-1)
+    if heads > 1:  # averaged before the sums over units, which then have a row of heads less to do
+        width = b.op("Mul", b.size(position, 2), b.i64(dims.window))
+        probs = b.reshape(probs, slot, rows, heads, width)
+        probs = b.op("MatMul", b.const(np.full((1, heads), 1.0 / heads), np.float32), probs)
+    probs = b.reshape(probs, slot, rows, dims.window, units, block)
     mass = b.op("MatMul", probs, b.const(np.ones((block, 1)), np.float32))
-    if heads == 1:
-        return [b.reshape(mass, slot, rows, dims.window, units)]
-    mass = b.reshape(mass, slot, rows, heads, b.op("Mul", units, b.i64(dims.window)))
-    mean = b.const(np.full((1, heads), 1.0 / heads), np.float32)
-    return [b.reshape(b.op("MatMul", mean, mass), slot, rows, dims.window, units)]
+    return [b.op("Squeeze", mass, b.i64(4))]
 
 
 def mean_logits(b: Body, position: ir.Value, dims: Dims) -> ir.Value:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,12 +24,20 @@ from kvsift.builder.policies.base import (
 )
 from kvsift.builder.policies.selectors import SELECTORS
 
-_MODULES = [
-    importlib.import_module(f"{__name__}.{module.name}")
-    for module in pkgutil.iter_modules(__path__)
-]
-SCORERS: dict[str, Scorer] = {m.SCORER.name: m.SCORER for m in _MODULES if hasattr(m, "SCORER")}
-PRESETS: dict[str, Preset] = {m.PRESET.name: m.PRESET for m in _MODULES if hasattr(m, "PRESET")}
+SCORERS: dict[str, Scorer] = {}
+PRESETS: dict[str, Preset] = {}
+
+
+def register(module: ModuleType) -> None:
+    """Make a module's `SCORER` and `PRESET` known, replacing those of the same name."""
+    if hasattr(module, "SCORER"):
+        SCORERS[module.SCORER.name] = module.SCORER
+    if hasattr(module, "PRESET"):
+        PRESETS[module.PRESET.name] = module.PRESET
+
+
+for _found in pkgutil.iter_modules(__path__):
+    register(importlib.import_module(f"{__name__}.{_found.name}"))
 
 
 def resolve(
@@ -76,6 +85,11 @@ def resolve(
         given["recent_units"] = -(-window.rows // block_size)
     scorer_options, selector_options, common = (_parse(model, given) for model in models)
     assert isinstance(common, CommonOptions)
+    if select.name == "reservoir" and score.goes_negative(scorer_options):
+        raise UsageError(
+            f"selector 'reservoir' samples by positive weights, and scorer {score.name!r} gives "
+            f"negative ones with these options; use --selector topk or its default options"
+        )
     per_head = score.per_head(scorer_options)
     if select.per_head_lengths and not per_head:
         raise UsageError(
@@ -133,5 +147,7 @@ def _parse(model: type[Options], given: dict[str, Any]) -> Options:
         return model.model_validate(mine)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # a rule about several options
+            raise UsageError(first["msg"].removeprefix("Value error, ")) from None
         key = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"option {key}={first['input']!r}: {first['msg'].lower()}") from None

@@ -125,6 +125,8 @@ class ScoreInputs:
     #: Inverse frequencies float32 [D / 2] of the rotation, and the factor on its cos and sin.
     inv_freq: ir.Value
     rope_factor: float
+    #: First units that the policy always keeps.
+    sink_units: int = 4
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,10 @@ def _whole_layer(options: Any) -> bool:
     return False
 
 
+def _never(options: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Scorer:
     """A rule that gives every unit a score, higher meaning keep.
@@ -172,6 +178,8 @@ class Scorer:
     default_block_size: int = 1
     #: Scores are weights > 0, so that the reservoir can sample by them.
     positive: bool = False
+    #: Options under which that does not hold.
+    goes_negative: Callable[[Any], bool] = _never
     #: A share of the score means something (coverage).
     mass: bool = False
     needs_uniform: bool = False

@@ -37,10 +37,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of a build; `attention` is the form of the graph, see `attention.py`."""
+    """Options of a build.
+
+    `attention` is the form of the graph, see `attention.py`; None is the fastest that the policy's
+    layout allows.
+    """
 
     quantize: Quantize = "none"
-    attention: AttentionForm = "gqa"
+    attention: AttentionForm | None = None
     all_logits: bool = False
     seed: int = 0
     force: bool = False
@@ -88,6 +92,7 @@ def _write(
     options: BuildOptions,
     progress: Progress | None,
 ) -> Manifest:
+    form: AttentionForm = options.attention or ("portable" if policy.layout == "head" else "gqa")
     weights = WeightFile(building / WEIGHTS, progress)
     try:
         decoder = Decoder(
@@ -95,7 +100,7 @@ def _write(
             policy,
             weights,
             make_linear(options.quantize, weights),
-            form=options.attention,
+            form=form,
             all_logits=options.all_logits,
         )
         model = decoder.build()
@@ -108,7 +113,7 @@ def _write(
     manifest = Manifest(
         kvsift_version=metadata.version("kvsift"),
         target="ort",
-        attention=options.attention,
+        attention=form,
         quantize=options.quantize,
         all_logits=options.all_logits,
         seed=options.seed,
