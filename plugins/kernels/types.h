@@ -22,6 +22,13 @@
 
 #include "../ops.gen.h"
 
+// Maths that the host may also call, to check what the device does.
+#if defined(__CUDACC__)
+#define KVSIFT_HD __host__ __device__ __forceinline__
+#else
+#define KVSIFT_HD inline
+#endif
+
 namespace kvsift::kernels {
 
 // The model's float type: of keys, values and queries.

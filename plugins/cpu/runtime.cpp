@@ -1,0 +1,29 @@
+// The CUDA runtime functions that code around the kernels calls, for builds without the runtime.
+#include "cudacpu.h"
+
+#if !defined(__CUDACC__)
+
+extern "C" {
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t code = cudacpu::last_error().code;
+  cudacpu::last_error().code = cudaSuccess;
+  return code;
+}
+
+const char* cudaGetErrorString(cudaError_t code) {
+  switch (code) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorLaunchFailure:
+      return cudacpu::last_error().message.c_str();
+    default:
+      return "CUDA error";
+  }
+}
+
+}  // extern "C"
+
+#endif

@@ -1,0 +1,120 @@
+#include "accum_update.h"
+#include "tile.cuh"
+
+namespace kvsift::kernels {
+namespace {
+
+// What the kernels over the rows of slot b and KV head g have in common: row past + s holds token
+// s of the step, which sees the rows up to its own.
+template <class T>
+struct Head {
+  TileInput<T> in;
+  Causal causal;
+  int past, end;  // rows before the step, and with it
+
+  __device__ Head(const AccumUpdateArgs& a, const float* queries, int b, int g) {
+    const int rows = a.Hq / a.Hkv * a.S;
+    const std::int64_t head = std::int64_t{b} * a.Hkv + g;
+    in = {queries + head * rows * a.D,
+          static_cast<const T*>(a.keys) + head * a.C * a.D,
+          0,
+          rows,
+          1,
+          a.D};
+    const int used = min(a.n_new[b], a.S);
+    past = a.past_lens[b * a.Rl + (a.Rl > 1 ? g : 0)];
+    end = min(past + used, a.C);
+    causal = {a.S, past, used};
+  }
+  __device__ __forceinline__ int position(int t) const { return t < end ? t : kNowhere; }
+};
+
+// parts [B, Hkv, rows, chunks]; the grid is (chunks, tiles of rows, B * Hkv).
+template <class T>
+__global__ void __launch_bounds__(kTileThreads)
+    token_log_sums(AccumUpdateArgs a, const float* queries, LogSum* parts) {
+  __shared__ TileShared shared;
+  const Head<T> head(a, queries, blockIdx.z / a.Hkv, blockIdx.z % a.Hkv);
+  const int first_row = blockIdx.y * kTileRows, first = blockIdx.x * kChunk;
+  // Rows beyond the newest that a query of the tile sees are not read.
+  const int last =
+      min(min(head.end, head.causal.highest(first_row, head.in.rows) + 1), first + kChunk);
+  LogSum* out = parts + std::int64_t{blockIdx.z} * head.in.rows * gridDim.x + blockIdx.x;
+  row_log_sums(
+      shared, head.in, head.causal, first_row, first, last, [&](int t) { return head.position(t); },
+      [&](int row, LogSum sum) { out[row * gridDim.x] = sum; });
+}
+
+// Adds what every query of the step pays to a tile of rows; the grid is (tiles, Hkv, B).
+template <class T>
+__global__ void __launch_bounds__(kTileThreads)
+    accumulate(AccumUpdateArgs a, const float* queries, const float* log_sums) {
+  __shared__ TileShared shared;
+  __shared__ float shares[kTileRows][kTileTokens + 1];
+  const int g = blockIdx.y, b = blockIdx.z, first_token = blockIdx.x * kTileTokens;
+  const Head<T> head(a, queries, b, g);
+  const int rows = head.in.rows, j = first_token + static_cast<int>(threadIdx.x);
+  log_sums += (std::int64_t{b} * a.Hkv + g) * rows;
+
+  put_positions(shared, first_token, [&](int t) { return head.position(t); });
+  float sum = 0.0f;
+  for (int row = 0; row < rows && first_token < head.end; row += kTileRows) {
+    if (head.causal.highest(row, rows) < first_token) continue;
+    Held logit;
+    tile_products(shared, head.in, row, first_token, logit);
+#pragma unroll
+    for (int r = 0; r < kHeldRows; ++r) {
+      const int at = row + held_row(r), limit = head.causal.limit(at, rows);
+#pragma unroll
+      for (int i = 0; i < kHeldTokens; ++i) {
+        const bool sees = shared.position[held_token(i)] <= limit;
+        shares[held_row(r)][held_token(i)] = sees ? share_of(logit[r][i], log_sums[at]) : 0.0f;
+      }
+    }
+    __syncthreads();
+    for (int r = 0; r < kTileRows; ++r) sum += shares[r][threadIdx.x];
+  }
+  if (j >= a.C) return;
+  const std::int64_t at = (std::int64_t{b} * a.Hkv + g) * a.C + j;
+  const float before = j < head.past ? a.accum[at] : 0.0f;
+  a.accum_out[at] = j < head.end ? before + sum : 0.0f;
+}
+
+}  // namespace
+
+std::size_t accum_update_workspace(const AccumUpdateArgs& a) {
+  const std::size_t rows = std::size_t{1} * a.B * a.Hq * a.S;
+  return rows * (sizeof(float) * (a.D + 1) + sizeof(LogSum) * ceil_div(a.C, kChunk));
+}
+
+cudaError_t accum_update(const AccumUpdateArgs& args, void* workspace, cudaStream_t stream) {
+  if (!whole_loads(args.dtype, args.D) || args.Hkv < 1 || args.Hq % args.Hkv != 0 ||
+      (args.Rl != 1 && args.Rl != args.Hkv)) {
+    return cudaErrorInvalidValue;
+  }
+  if (args.B == 0 || args.C == 0) return cudaSuccess;
+  const std::size_t rows = std::size_t{1} * args.B * args.Hq * args.S;
+  const int chunks = ceil_div(args.C, kChunk), head_rows = args.Hq / args.Hkv * args.S;
+  float* queries = static_cast<float*>(workspace);
+  LogSum* parts = reinterpret_cast<LogSum*>(queries + rows * args.D);
+  float* log_sums = reinterpret_cast<float*>(parts + rows * chunks);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(args.D));
+  if (rows > 0) {
+    const cudaError_t error = spread_queries(
+        args.dtype,
+        {args.queries, queries, args.B, args.S, args.Hq, args.D, args.Hkv, scale, false}, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return with_float(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (rows > 0) {
+      const dim3 grid(chunks, ceil_div(head_rows, kTileRows), args.B * args.Hkv);
+      KERNEL_LAUNCH((token_log_sums<T>), grid, kTileThreads, 0, stream, args, queries, parts);
+      merge_log_sums(parts, log_sums, static_cast<std::int64_t>(rows), chunks, stream);
+    }
+    KERNEL_LAUNCH((accumulate<T>), dim3(ceil_div(args.C, kTileTokens), args.Hkv, args.B),
+                  kTileThreads, 0, stream, args, queries, log_sums);
+  });
+}
+
+}  // namespace kvsift::kernels

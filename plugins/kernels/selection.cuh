@@ -1,0 +1,217 @@
+// What the selectors share: ranking keys of units, and the exact choice of the highest of them.
+//
+// A unit's rank is one uint32: 0 for padding, then the clamped fp32 key in its order, then
+// kForcedRank. So a choice is a radix select on integers, and equal keys are equal ranks, which go
+// to the lower index.
+#pragma once
+
+#include "common.cuh"
+
+namespace kvsift::kernels {
+
+constexpr unsigned kPaddingRank = 0;
+constexpr unsigned kForcedRank = 0xffffffffu;
+
+// The rank of a key: clamped to finite values, NaN the lowest of them, -0 the same as 0.
+KVSIFT_HD unsigned rank_of(float key) {
+  if (!(key >= -FLT_MAX)) key = -FLT_MAX;  // NaN and -inf
+  if (key > FLT_MAX) key = FLT_MAX;
+  if (key == 0.0f) key = 0.0f;
+  const union {
+    float f;
+    unsigned u;
+  } bits = {key};
+  return bits.u & 0x80000000u ? ~bits.u : bits.u | 0x80000000u;
+}
+
+// What makes a unit forced; the same members as in the Args of every selector.
+struct Forcing {
+  const std::int32_t* tokens_seen;
+  const std::int32_t* pin_spans;
+  std::int32_t E, R, P, block_size, sink_units, recent_units;
+};
+
+template <class Args>
+Forcing forcing(const Args& a) {
+  return {a.tokens_seen, a.pin_spans, a.E, a.R, a.P, a.block_size, a.sink_units, a.recent_units};
+}
+
+// Whether unit `id` (not -1) of slot e is a sink, recent, or met by a pinned span.
+__device__ __forceinline__ bool is_forced(const Forcing& f, int e, int id) {
+  if (id < f.sink_units) return true;
+  if (id >= static_cast<std::int64_t>(f.tokens_seen[e] / f.block_size) - f.recent_units) {
+    return true;
+  }
+  const std::int64_t first = static_cast<std::int64_t>(id) * f.block_size;
+  for (int p = 0; p < f.P; ++p) {
+    const int start = f.pin_spans[(e * f.P + p) * 2], end = f.pin_spans[(e * f.P + p) * 2 + 1];
+    if (start < end && first < end && start < first + f.block_size) return true;
+  }
+  return false;
+}
+
+// The rank of unit `id` of a row whose key is `key`.
+__device__ __forceinline__ unsigned unit_rank(const Forcing& f, std::int64_t row, int id,
+                                              float key) {
+  if (id < 0) return kPaddingRank;
+  return is_forced(f, static_cast<int>(row / f.R % f.E), id) ? kForcedRank : rank_of(key);
+}
+
+// The k highest ranks are those above `rank` and the first `ties` equal to it.
+struct Threshold {
+  unsigned rank;
+  int ties;
+};
+
+struct SelectShared {
+  unsigned bins[256];
+  unsigned rank;
+  int need;
+  int above[32], equal[32];
+};
+
+// Counts a digit; most keys of a row share their leading bits, so a warp that agrees adds at once.
+__device__ __forceinline__ void count_digit(unsigned* bins, bool counts, unsigned digit) {
+  const unsigned lanes = __ballot_sync(kAllLanes, counts);
+  if (lanes == 0) return;
+  const unsigned first = __shfl_sync(kAllLanes, digit, __ffs(lanes) - 1);
+  const bool agree = __all_sync(kAllLanes, !counts || digit == first);
+  if (!agree) {
+    if (counts) atomicAdd(&bins[digit], 1u);
+  } else if (threadIdx.x % kWarpSize == 0) {
+    atomicAdd(&bins[first], static_cast<unsigned>(__popc(lanes)));
+  }
+}
+
+// Finds the threshold of the k highest of n ranks (1 <= k <= n) with a whole block, whose threads
+// are a multiple of 32. `rank(i)` gives rank i.
+template <class Rank>
+__device__ Threshold radix_select(int n, int k, Rank rank, SelectShared& s) {
+  const int tid = threadIdx.x, lane = tid % kWarpSize, threads = blockDim.x;
+  unsigned found = 0, mask = 0;
+  int need = k;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    for (int i = tid; i < 256; i += threads) s.bins[i] = 0;
+    __syncthreads();
+    for (int base = 0; base < n; base += threads) {
+      const int i = base + tid;
+      const unsigned r = i < n ? rank(i) : 0;
+      count_digit(s.bins, i < n && (r & mask) == found, r >> shift & 255);
+    }
+    __syncthreads();
+    if (tid < kWarpSize) {  // lane l holds the bins 255 - 8l and the seven below
+      int sum = 0;
+      for (int j = 0; j < 8; ++j) sum += s.bins[255 - 8 * lane - j];
+      int upto = sum;
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, upto, offset);
+        if (lane >= offset) upto += other;
+      }
+      int before = upto - sum;
+      if (before < need && upto >= need) {
+        int j = 0;
+        while (before + static_cast<int>(s.bins[255 - 8 * lane - j]) < need) {
+          before += s.bins[255 - 8 * lane - j];
+          ++j;
+        }
+        s.rank = found | static_cast<unsigned>(255 - 8 * lane - j) << shift;
+        s.need = need - before;
+      }
+    }
+    __syncthreads();
+    found = s.rank;
+    need = s.need;
+    mask |= 255u << shift;
+  }
+  return {found, need};
+}
+
+// Adds up two small counts over the block's threads: before this one, and in all.
+struct Counts {
+  int above, equal;
+};
+__device__ __forceinline__ Counts count_before(bool above, bool equal, SelectShared& s,
+                                               Counts& total) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
+  const unsigned a = __ballot_sync(kAllLanes, above), b = __ballot_sync(kAllLanes, equal);
+  __syncthreads();  // the counts of an earlier call have been read
+  if (lane == 0) {
+    s.above[warp] = __popc(a);
+    s.equal[warp] = __popc(b);
+  }
+  __syncthreads();
+  const unsigned lower = (1u << lane) - 1;
+  Counts before{__popc(a & lower), __popc(b & lower)};
+  total = {0, 0};
+  for (int w = 0; w < warps; ++w) {
+    if (w == warp) {
+      before.above += total.above;
+      before.equal += total.equal;
+    }
+    total.above += s.above[w];
+    total.equal += s.equal[w];
+  }
+  return before;
+}
+
+// Calls take(i, position) for the chosen of n ranks, in index order, with a whole block; the first
+// position is 0. `ties` is lowered by the ties taken. Returns how many were chosen.
+template <class Rank, class Take>
+__device__ int for_chosen(int n, Threshold& threshold, Rank rank, Take take, SelectShared& s) {
+  int chosen = 0;
+  for (int base = 0; base < n; base += blockDim.x) {
+    const int i = base + threadIdx.x;
+    const unsigned r = i < n ? rank(i) : 0;
+    const bool above = i < n && r > threshold.rank, equal = i < n && r == threshold.rank;
+    Counts total;
+    const Counts before = count_before(above, equal, s, total);
+    if (above || (equal && before.equal < threshold.ties)) {
+      take(i, chosen + before.above + min(before.equal, threshold.ties));
+    }
+    const int taken = min(total.equal, threshold.ties);
+    chosen += total.above + taken;
+    threshold.ties -= taken;
+  }
+  return chosen;
+}
+
+// How many of the row's n ranks are units, and how many of them forced.
+template <class Rank>
+__device__ Counts count_units(int n, Rank rank, SelectShared& s) {
+  Counts counts{0, 0};  // above: units; equal: forced
+  for (int base = 0; base < n; base += blockDim.x) {
+    const int i = base + threadIdx.x;
+    const unsigned r = i < n ? rank(i) : kPaddingRank;
+    Counts total;
+    count_before(r != kPaddingRank, r == kForcedRank, s, total);
+    counts.above += total.above;
+    counts.equal += total.equal;
+  }
+  return counts;
+}
+
+// The share of the kept scores in all, NaN if that is no number or zero.
+__device__ __forceinline__ float coverage_of(float kept, float all) {
+  return isfinite(all) && all != 0.0f ? kept / all : NAN;
+}
+
+// What a selector's tail reads and writes: rows of N, ranks in the workspace.
+struct TailArgs {
+  const unsigned* ranks;
+  const float* score;
+  const std::int32_t* budget;
+  std::int32_t* keep;
+  std::int32_t* keep_len;
+  float* coverage;
+  std::int32_t N;
+  bool is_mass;
+};
+
+// Enqueues the choice of each of `rows` rows by rank, budget and forced units.
+cudaError_t select_rows(const TailArgs& args, std::int64_t rows, cudaStream_t stream);
+
+// Threads of a block that handles a whole row of n.
+inline unsigned row_threads(int n) { return n <= 8 * kChunk ? 256 : 1024; }
+
+}  // namespace kvsift::kernels

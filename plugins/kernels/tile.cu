@@ -1,0 +1,54 @@
+#include "tile.cuh"
+
+namespace kvsift::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) spread(SpreadArgs a, std::int64_t total) {
+  const std::int64_t t = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
+  if (t >= total) return;
+  const int d = static_cast<int>(t % a.D), w = static_cast<int>(t / a.D % a.W);
+  const T* queries = static_cast<const T*>(a.queries) + d;
+  float sum = 0.0f;
+  if (a.averaged) {
+    const std::int64_t e = t / a.D / a.W;
+    for (int h = 0; h < a.Hq; ++h) {
+      sum += to_float(queries[((e * a.W + w) * a.Hq + h) * a.D]);
+    }
+  } else {
+    const std::int64_t head = t / a.D / a.W;  // e * Hq + h
+    sum = to_float(queries[((head / a.Hq * a.W + w) * a.Hq + head % a.Hq) * a.D]);
+  }
+  a.rows[t] = sum * a.scale;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    merge(const LogSum* parts, float* log_sums, std::int64_t n, int chunks) {
+  const std::int64_t t = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
+  if (t >= n) return;
+  LogSum sum = empty_log_sum();
+  for (int c = 0; c < chunks; ++c) sum = merged(sum, parts[t * chunks + c]);
+  log_sums[t] = log_of(sum);
+}
+
+}  // namespace
+
+cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t stream) {
+  const std::int64_t heads = args.averaged ? 1 : args.Hq;
+  const std::int64_t total = heads * args.E * args.W * args.D;
+  const unsigned blocks = static_cast<unsigned>(ceil_div(total, std::int64_t{kThreads}));
+  return with_float(type, [&](auto zero) {
+    KERNEL_LAUNCH((spread<decltype(zero)>), blocks, kThreads, 0, stream, args, total);
+  });
+}
+
+cudaError_t merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
+                           cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(ceil_div(n, std::int64_t{kThreads}));
+  KERNEL_LAUNCH((merge), blocks, kThreads, 0, stream, parts, log_sums, n, chunks);
+  return cudaGetLastError();
+}
+
+}  // namespace kvsift::kernels

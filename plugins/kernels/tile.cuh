@@ -1,0 +1,193 @@
+// Inner products of 16 query rows with 128 keys, a slice of the head at a time through shared
+// memory, for the ops that score tokens by the attention of some queries.
+//
+// The query rows of a KV head are those of its group's heads in turn: row g * W + w is query w of
+// the group's head g.
+#pragma once
+
+#include "common.cuh"
+
+namespace kvsift::kernels {
+
+constexpr int kTileRows = 16;
+constexpr int kTileTokens = 128;
+constexpr int kTileSlice = 32;
+constexpr int kTileThreads = 128;
+// What a thread holds: 4 rows (of its warp) and 4 tokens (its lane's, 32 apart).
+constexpr int kHeldRows = 4;
+constexpr int kHeldTokens = kTileTokens / kWarpSize;
+constexpr int kNowhere = INT_MAX;  // position of a token that is not valid
+
+struct TileShared {
+  // Padded so that rows do not share a bank; a warp reads its four rows as one float4.
+  alignas(16) float query[kTileSlice][kTileRows + 4];
+  float key[kTileTokens][kTileSlice + 1];
+  int position[kTileTokens];
+};
+
+using Held = float[kHeldRows][kHeldTokens];
+
+// The row of the tile, and the token of the tile, that a thread's value [r][i] belongs to.
+__device__ __forceinline__ int held_row(int r) {
+  return static_cast<int>(threadIdx.x) / kWarpSize * kHeldRows + r;
+}
+__device__ __forceinline__ int held_token(int i) {
+  return static_cast<int>(threadIdx.x) % kWarpSize + i * kWarpSize;
+}
+
+// Query rows [rows, D] of one KV head, scaled, and keys [C, D]; with `heads` > 1 a token's key is
+// the sum of that many, `stride` elements apart.
+template <class T>
+struct TileInput {
+  const float* query;
+  const T* keys;
+  std::int64_t stride;
+  int rows, heads, D;
+};
+
+// Which tokens a query sees: those at positions up to first + w, for the queries w < used.
+struct Causal {
+  int W, first, used;
+
+  __device__ __forceinline__ int limit(int row, int rows) const {
+    const int w = row % W;
+    return row < rows && w < used ? first + w : -1;
+  }
+  // The highest limit of the rows of a tile; -1 if they see nothing.
+  __device__ __forceinline__ int highest(int row, int rows) const {
+    const int end = min(row + kTileRows, rows), w = row % W;
+    const int newest = w + (end - row) > W ? W - 1 : w + (end - row) - 1;
+    const bool none = used <= 0 || (w >= used && w + (end - row) <= W);
+    return none ? -1 : first + min(newest, used - 1);
+  }
+};
+
+// Loads a slice of the keys of the tile's valid tokens.
+template <class T>
+__device__ __forceinline__ void load_keys(TileShared& s, const TileInput<T>& in, int first_token,
+                                          int slice) {
+  constexpr int kPieces = kTileSlice / kVector<T>;
+#pragma unroll
+  for (int k = 0; k < kTileTokens * kPieces / kTileThreads; ++k) {
+    const int at = k * kTileThreads + threadIdx.x, token = at / kPieces;
+    const int d = at % kPieces * kVector<T>;
+    float sum[kVector<T>] = {};
+    if (s.position[token] != kNowhere && slice + d < in.D) {
+      const T* from = in.keys + std::int64_t{first_token + token} * in.D + slice + d;
+      load16(from, sum);
+#pragma unroll 4
+      for (int h = 1; h < in.heads; ++h) {
+        float part[kVector<T>];
+        load16(from + h * in.stride, part);
+        for (int i = 0; i < kVector<T>; ++i) sum[i] += part[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) s.key[token][d + i] = sum[i];
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void load_queries(TileShared& s, const TileInput<T>& in, int first_row,
+                                             int slice) {
+  static_assert(kTileRows * kTileSlice == 4 * kTileThreads, "a float4 per thread");
+  const int row = threadIdx.x / (kTileSlice / 4), d = threadIdx.x % (kTileSlice / 4) * 4;
+  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (first_row + row < in.rows && slice + d < in.D) {
+    v = *reinterpret_cast<const float4*>(in.query + std::int64_t{first_row + row} * in.D + slice +
+                                         d);
+  }
+  s.query[d][row] = v.x;
+  s.query[d + 1][row] = v.y;
+  s.query[d + 2][row] = v.z;
+  s.query[d + 3][row] = v.w;
+}
+
+// The inner products of rows first_row .. and tokens first_token .., whose positions are in
+// s.position (a __syncthreads must lie between). 0 for tokens and rows that are not valid. Every
+// thread must call it.
+template <class T>
+__device__ void tile_products(TileShared& s, const TileInput<T>& in, int first_row, int first_token,
+                              Held& held) {
+#pragma unroll
+  for (int r = 0; r < kHeldRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kHeldTokens; ++i) held[r][i] = 0.0f;
+  }
+  for (int slice = 0; slice < in.D; slice += kTileSlice) {
+    __syncthreads();  // the slice before has been used
+    load_keys(s, in, first_token, slice);
+    load_queries(s, in, first_row, slice);
+    __syncthreads();
+#pragma unroll 8
+    for (int d = 0; d < kTileSlice; ++d) {
+      const float4 q = *reinterpret_cast<const float4*>(&s.query[d][held_row(0)]);
+#pragma unroll
+      for (int i = 0; i < kHeldTokens; ++i) {
+        const float k = s.key[held_token(i)][d];
+        held[0][i] += q.x * k;
+        held[1][i] += q.y * k;
+        held[2][i] += q.z * k;
+        held[3][i] += q.w * k;
+      }
+    }
+  }
+}
+
+// Puts the positions of the tile's tokens, as position(token) gives them, into shared memory.
+template <class Position>
+__device__ __forceinline__ void put_positions(TileShared& s, int first_token, Position position) {
+  __syncthreads();  // those of the tile before have been read
+  s.position[threadIdx.x] = position(first_token + static_cast<int>(threadIdx.x));
+  __syncthreads();
+}
+
+// Sums exp(logit) over the tokens [first, last) that each row of the tile sees: put(row, LogSum).
+template <class T, class Position, class Put>
+__device__ void row_log_sums(TileShared& s, const TileInput<T>& in, const Causal& causal,
+                             int first_row, int first, int last, Position position, Put put) {
+  LogSum sums[kHeldRows];
+  for (int r = 0; r < kHeldRows; ++r) sums[r] = empty_log_sum();
+  const int highest = causal.highest(first_row, in.rows);
+  for (int token = first; token < last && highest >= 0; token += kTileTokens) {
+    put_positions(s, token, [&](int t) { return t < last ? position(t) : kNowhere; });
+    Held logit;
+    tile_products(s, in, first_row, token, logit);
+    for (int r = 0; r < kHeldRows; ++r) {
+      const int limit = causal.limit(first_row + held_row(r), in.rows);
+      LogSum here = empty_log_sum();
+      for (int i = 0; i < kHeldTokens; ++i) {
+        if (s.position[held_token(i)] <= limit) here.max = fmaxf(here.max, logit[r][i]);
+      }
+      if (here.max == -INFINITY) continue;
+      for (int i = 0; i < kHeldTokens; ++i) {
+        if (s.position[held_token(i)] <= limit) here.sum += expf(logit[r][i] - here.max);
+      }
+      sums[r] = merged(sums[r], here);
+    }
+  }
+  for (int r = 0; r < kHeldRows; ++r) {
+    const float max = warp_max(sums[r].max);
+    const float part = sums[r].sum > 0.0f ? sums[r].sum * expf(sums[r].max - max) : 0.0f;
+    const LogSum sum{max, warp_sum(part)};
+    const int row = first_row + held_row(r);
+    if (threadIdx.x % kWarpSize == 0 && row < in.rows) put(row, sum);
+  }
+}
+
+// Queries [E,W,Hq*D] of any float type to rows [E,groups,Hq/groups*W,D] of floats, times `scale`;
+// with `averaged` to rows [E,1,W,D], summed over the heads.
+struct SpreadArgs {
+  const void* queries;
+  float* rows;
+  std::int32_t E, W, Hq, D, groups;
+  float scale;
+  bool averaged;
+};
+cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t stream);
+
+// log_sums [n] of parts [n, chunks], merged in order.
+cudaError_t merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
+                           cudaStream_t stream);
+
+}  // namespace kvsift::kernels
