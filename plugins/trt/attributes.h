@@ -61,14 +61,18 @@ inline std::optional<double> number(const nvinfer1::PluginField& field, bool is_
   }
 }
 
-// "'block_size' must be one integer from 1 to 4096"
-inline std::string requirement(const Attribute& attribute) {
+inline std::string text_of(double value) {
   std::ostringstream text;
-  text.precision(10);
-  text << "attribute '" << attribute.name << "' must be one "
-       << (attribute.is_int ? "integer" : "float") << " from " << attribute.low << " to "
-       << attribute.high;
+  text.precision(10);  // every 32-bit integer in full
+  text << value;
   return text.str();
+}
+
+// "attribute 'block_size' must be one integer from 1 to 4096"
+inline std::string requirement(const Attribute& attribute) {
+  return "attribute '" + std::string(attribute.name) + "' must be one " +
+         (attribute.is_int ? "integer" : "float") + " from " + text_of(attribute.low) + " to " +
+         text_of(attribute.high);
 }
 
 inline const nvinfer1::PluginField* find(const nvinfer1::PluginFieldCollection& collection,
@@ -95,9 +99,7 @@ inline std::string check(const Attribute& attribute, const nvinfer1::PluginField
   }
   value = *given;
   if (!(value >= attribute.low && value <= attribute.high)) {  // NaN fails as well
-    std::ostringstream text;
-    text << requirement(attribute) << ", got " << value;
-    return text.str();
+    return requirement(attribute) + ", got " + text_of(value);
   }
   return {};
 }

@@ -23,35 +23,39 @@ int collect_tensorrt(dl_phdr_info* info, std::size_t /*size*/, void* data) {
   return 0;
 }
 
-// Calls f with the handle of the global scope and of every TensorRT library, which Python loads
-// where the global scope does not see it.
-template <typename F>
-void for_each_tensorrt(F&& f) {
-  f(RTLD_DEFAULT);
-  std::vector<std::string> names;
-  dl_iterate_phdr(collect_tensorrt, &names);
-  for (const std::string& name : names) {
-    if (void* handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD); handle != nullptr) {
-      f(handle);
-      dlclose(handle);
-    }
-  }
-}
-
 template <typename R>
 R call(void* handle, const char* symbol) {
   auto* function = reinterpret_cast<R (*)()>(dlsym(handle, symbol));
   return function != nullptr ? function() : R{};
 }
 
-nvinfer1::ILogger* find_logger() {
-  if (nvinfer1::ILoggerFinder* finder = logger_finder.load(); finder != nullptr) {
-    if (nvinfer1::ILogger* logger = finder->findLogger(); logger != nullptr) {
-      return logger;
+// Calls f with a handle of every TensorRT whose major version is that of the headers used here: in
+// another the virtual functions of registries and loggers have other places. Python loads TensorRT
+// where the global scope does not see it.
+template <typename F>
+void for_each_tensorrt(F&& f) {
+  const auto visit = [&f](void* handle) {
+    if (call<std::int32_t>(handle, "getInferLibMajorVersion") == NV_TENSORRT_MAJOR) {
+      f(handle);
+    }
+  };
+  visit(RTLD_DEFAULT);
+  std::vector<std::string> names;
+  dl_iterate_phdr(collect_tensorrt, &names);
+  for (const std::string& name : names) {
+    if (void* handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD); handle != nullptr) {
+      visit(handle);
+      dlclose(handle);
     }
   }
+}
+
+nvinfer1::ILogger* find_logger() {
   nvinfer1::ILogger* logger = nullptr;
   for_each_tensorrt([&logger](void* handle) {
+    if (nvinfer1::ILoggerFinder* finder = logger_finder.load(); finder && logger == nullptr) {
+      logger = finder->findLogger();
+    }
     if (logger == nullptr) {
       logger = call<nvinfer1::ILogger*>(handle, "getLogger");
     }
@@ -64,9 +68,6 @@ nvinfer1::ILogger* find_logger() {
 std::vector<nvinfer1::IPluginRegistry*> loaded_registries() {
   std::vector<nvinfer1::IPluginRegistry*> registries;
   for_each_tensorrt([&registries](void* handle) {
-    if (call<std::int32_t>(handle, "getInferLibMajorVersion") != NV_TENSORRT_MAJOR) {
-      return;
-    }
     auto* registry = call<nvinfer1::IPluginRegistry*>(handle, "getPluginRegistry");
     if (registry != nullptr &&
         std::find(registries.begin(), registries.end(), registry) == registries.end()) {

@@ -13,14 +13,15 @@
 namespace kvsift::trt {
 
 // The plugin registries of the TensorRT libraries in the process, each once. Only of the major
-// version whose headers this was compiled with: the registry's virtual functions have other places
-// in another, so there a plugin can be loaded by the registry alone, which calls getCreators.
+// version whose headers this was compiled with, since a registry's virtual functions have other
+// places in another; there a plugin can be loaded by the registry alone, which calls getCreators.
 std::vector<nvinfer1::IPluginRegistry*> loaded_registries();
 
 // Takes the finder that TensorRT hands to a library it loads; null forgets it.
 void set_logger_finder(nvinfer1::ILoggerFinder* finder) noexcept;
 
-// Logs one line: `op: text`. Goes to the finder's logger, else to TensorRT's, else to stderr.
+// Logs one line, to the finder's logger, else to TensorRT's (again only of that major version),
+// else to stderr.
 void log_error(std::string_view op, const std::string& text) noexcept;
 
 }  // namespace kvsift::trt
