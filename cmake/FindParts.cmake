@@ -29,8 +29,10 @@ else()
 endif()
 if(NOT KVSIFT_NVCC)
   list(APPEND KVSIFT_MISSING
-    "nvcc: install the CUDA toolkit, or pip install 'nvidia-cuda-nvcc>=13' 'nvidia-cuda-cccl>=13' \
-'nvidia-cuda-crt>=13' 'nvidia-cuda-runtime>=13', or name it with -DCMAKE_CUDA_COMPILER=")
+    "nvcc: install the CUDA toolkit, or pip install 'nvidia-cuda-nvcc==13.0.*' \
+'nvidia-nvvm==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*' \
+'nvidia-cuda-runtime==13.0.*' (pip install '.[nvcc]' names the same), or name it with \
+-DCMAKE_CUDA_COMPILER=NVCC")
 endif()
 
 include(CheckLanguage)
