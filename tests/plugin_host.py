@@ -76,7 +76,12 @@ def library() -> Path:
     if not target.exists():
         _clean("libkvsift_trt-*")
         flags = [*FLAGS, "-fPIC", "-fvisibility=hidden", *_includes()]
-        objects = sorted(str(path) for path in kernels.parent.glob("*.o"))
+        # Compiled by now; this only names them.
+        kernel_flags = [*kernel_builds.compile_flags(), *kernel_builds.KINDS["plain"]]
+        objects = [
+            str(kernel_builds.compile_object(source, kernel_flags, kernels.parent))
+            for source in kernel_builds.SOURCES
+        ]
         sources = sorted(str(path) for path in TRT.glob("*.cpp"))
         link = [
             "-shared",

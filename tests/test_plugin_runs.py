@@ -21,18 +21,22 @@ from kvsift.builder.native_ops import NATIVE_OPS
 Array = NDArray[Any]
 KV_APPEND = next(op for op in NATIVE_OPS if op.name == "KvAppend")
 #: Cases that meet what a plugin adds to its kernel: shapes, types, attributes, empty tensors.
-NAMES = ("typical", "no-slot", "skipped-slot", "half", "one-unit", "rows", "no-pins")
-STEP_NAMES = ("decode", "heads", "half", "nothing-new", "one-slot")
+NAMES = {"typical", "no-slot", "skipped-slot", "half", "one-unit", "rows", "no-pins"}
+STEP_NAMES = {"decode", "heads", "nothing-new", "one-slot"}
+MODE_NAMES = {
+    "half-mean_qk",
+    "half-per_head",
+    "no-slot-mean_prob",
+    "half-shared1",
+    "no-slot-shared0",
+}
 
 
 def chosen(op: ops.Op) -> list[Case]:
-    """The defaults, each attribute changed once, and the cases of NAMES."""
+    """Seven choices of attributes, and the edges named above."""
     cases = cases_of(op)
     attributes = [c for c in cases if c.name.startswith("attrs")]
-    edges = [c for c in cases if c.name.split("-mean")[0].split("-per")[0] in NAMES]
-    edges += [
-        c for c in cases if c.name in STEP_NAMES or c.name in ("half-shared1", "no-slot-shared0")
-    ]
+    edges = [c for c in cases if c.name in NAMES | STEP_NAMES | MODE_NAMES]
     return [*attributes[:: max(1, len(attributes) // 6)], *edges]
 
 
