@@ -1,9 +1,25 @@
 // ExpectedAttentionScore: attention that future queries are expected to pay.
 #pragma once
 
+#include <cmath>
+
 #include "types.h"
 
 namespace kvsift::kernels {
+
+struct Turn {
+  double cos, sin;
+};
+
+// The mean rotation of `count` positions from `first` on, at one frequency. The sum over positions
+// in closed form, in fp64 since an angle may be thousands of turns.
+KVSIFT_HD Turn mean_rotation(int first, int count, double frequency) {
+  const double half = std::sin(0.5 * frequency);
+  const double middle = (first + 0.5 * (count - 1)) * frequency;
+  const double length =
+      std::fabs(half) < 1e-12 ? 1.0 : std::sin(0.5 * count * frequency) / (count * half);
+  return {std::cos(middle) * length, std::sin(middle) * length};
+}
 
 // mean [B,Hq,D], moment [B,Hq,D,D], inv_freq [D/2], keys and values [B,Hkv,C,D], unit_ids [E,R,N],
 // tokens_seen [E], evict_slots [E]; score [E,R,N] with R = Hkv. Skipped slots score -inf.

@@ -5,6 +5,9 @@
 
 namespace kvsift::kernels {
 
+// Added before a share of a budget is rounded down, so that fp32 and fp64 agree on 0.1 * 30.
+constexpr double kShareRounding = 1e-3;
+
 // Tensors as of TopKSelect; the R rows of a layer and slot compete.
 struct HeadTopKSelectArgs : HeadTopKSelect::Attrs {
   const float* score;

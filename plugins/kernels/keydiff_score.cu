@@ -8,7 +8,7 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(kRowThreads)
     sum_directions(KeyDiffScoreArgs a, int lanes, float* sums) {
-  __shared__ float shared[kRowThreads * RowPart<T>::size()];
+  __shared__ float shared[kRowThreads * RowPart<T>::kSize];
   const std::int64_t row = blockIdx.x;
   const UnitRows<T> units = unit_rows<T>(a, a.keys, row);
   float* sum = sums + (row * gridDim.y + blockIdx.y) * (a.D + 1);

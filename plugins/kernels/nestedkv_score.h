@@ -5,6 +5,21 @@
 
 namespace kvsift::kernels {
 
+// A scale whose anomalies span less than this says nothing: it counts as constant.
+constexpr float kFlat = 1e-5f;
+
+// Tokens of an episodic block in a row of n.
+KVSIFT_HD int episodic_size(int n, int div, int shortest, int longest) {
+  const int size = n / div > shortest ? n / div : shortest;
+  return size < longest ? size : longest;
+}
+
+// Tokens at each end of a scale that measure it.
+KVSIFT_HD int tail_size(float share, int n) {
+  const int size = static_cast<int>(static_cast<double>(share) * n + 1e-3);
+  return size > 1 ? size : 1;
+}
+
 // keys [B,Hkv,C,D], unit_ids [E,R,N], evict_slots [E]; score [E,R,N] with R = Hkv. Unit j is row j
 // of the slot; the valid units of a row come first. Skipped slots score -inf.
 struct NestedKVScoreArgs : NestedKVScore::Attrs {

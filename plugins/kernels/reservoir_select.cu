@@ -78,8 +78,8 @@ cudaError_t reservoir_select(const ReservoirSelectArgs& args, void* workspace,
   }
   KERNEL_LAUNCH((rank_draws), dim3(blocks, ceil_div(args.N, kThreads)), kThreads, 0, stream, args,
                 forcing(args), sums, ranks);
-  return select_rows({ranks, args.score, args.budget, args.keep, args.keep_len, args.coverage,
-                      args.N, args.score_is_mass != 0},
+  return select_rows({ranks, args.score, args.unit_ids, args.budget, nullptr, args.keep,
+                      args.keep_len, args.coverage, args.N, args.score_is_mass != 0},
                      rows, stream);
 }
 

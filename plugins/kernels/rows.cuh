@@ -27,7 +27,7 @@ template <class T>
 struct RowPart {
   float x[kHeld * kVector<T>];
 
-  static constexpr int size() { return kHeld * kVector<T>; }
+  static constexpr int kSize = kHeld * kVector<T>;
 
   // Which element of the row x[i] is; may be D or more.
   static __device__ __forceinline__ int element(int i, int lanes) {
@@ -36,7 +36,7 @@ struct RowPart {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < size(); ++i) x[i] = 0.0f;
+    for (int i = 0; i < kSize; ++i) x[i] = 0.0f;
   }
 
   // Reads row `from`; nothing if it does not exist.
@@ -58,7 +58,7 @@ struct RowPart {
   // Reads a row of floats.
   __device__ __forceinline__ void load_floats(const float* from, int D, int lanes) {
 #pragma unroll
-    for (int i = 0; i < size(); ++i) {
+    for (int i = 0; i < kSize; ++i) {
       const int at = element(i, lanes);
       x[i] = at < D ? from[at] : 0.0f;
     }
@@ -67,14 +67,14 @@ struct RowPart {
   // this += factor * other.
   __device__ __forceinline__ void add(const RowPart& other, float factor) {
 #pragma unroll
-    for (int i = 0; i < size(); ++i) x[i] += factor * other.x[i];
+    for (int i = 0; i < kSize; ++i) x[i] += factor * other.x[i];
   }
 
   // This lane's part of the inner product.
   __device__ __forceinline__ float dot(const RowPart& other) const {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < size(); ++i) sum += x[i] * other.x[i];
+    for (int i = 0; i < kSize; ++i) sum += x[i] * other.x[i];
     return sum;
   }
 };
@@ -122,11 +122,11 @@ bool rows_fit(const Args& a) {
 }
 
 // Adds the parts that the block's groups hold of a row of D elements, in the order of the groups,
-// and calls put(element, sum) for each element. `shared` takes kRowThreads * RowPart::size()
+// and calls put(element, sum) for each element. `shared` takes kRowThreads * RowPart::kSize
 // floats; every thread must call it.
 template <class T, class Put>
 __device__ void sum_groups(const RowPart<T>& part, int D, int lanes, float* shared, Put put) {
-  constexpr int kSize = RowPart<T>::size();
+  constexpr int kSize = RowPart<T>::kSize;
   __syncthreads();  // an earlier use has been read
 #pragma unroll
   for (int i = 0; i < kSize; ++i) shared[i * kRowThreads + threadIdx.x] = part.x[i];

@@ -155,25 +155,25 @@ __device__ __forceinline__ Counts count_before(bool above, bool equal, SelectSha
   return before;
 }
 
-// Calls take(i, position) for the chosen of n ranks, in index order, with a whole block; the first
-// position is 0. `ties` is lowered by the ties taken. Returns how many were chosen.
-template <class Rank, class Take>
-__device__ int for_chosen(int n, Threshold& threshold, Rank rank, Take take, SelectShared& s) {
-  int chosen = 0;
+// Calls visit(i, chosen, position) for each of n ranks with a whole block: the chosen ones take the
+// positions from 0 on, in index order.
+template <class Rank, class Visit>
+__device__ void for_each_choice(int n, Threshold threshold, Rank rank, Visit visit,
+                                SelectShared& s) {
+  int taken = 0;
   for (int base = 0; base < n; base += blockDim.x) {
     const int i = base + threadIdx.x;
     const unsigned r = i < n ? rank(i) : 0;
     const bool above = i < n && r > threshold.rank, equal = i < n && r == threshold.rank;
     Counts total;
     const Counts before = count_before(above, equal, s, total);
-    if (above || (equal && before.equal < threshold.ties)) {
-      take(i, chosen + before.above + min(before.equal, threshold.ties));
-    }
-    const int taken = min(total.equal, threshold.ties);
-    chosen += total.above + taken;
-    threshold.ties -= taken;
+    const bool chosen = above || (equal && before.equal < threshold.ties);
+    const int position = taken + before.above + min(before.equal, threshold.ties);
+    if (i < n) visit(i, chosen, position);
+    const int ties = min(total.equal, threshold.ties);
+    taken += total.above + ties;
+    threshold.ties -= ties;
   }
-  return chosen;
 }
 
 // How many of the row's n ranks are units, and how many of them forced.
@@ -200,7 +200,10 @@ __device__ __forceinline__ float coverage_of(float kept, float all) {
 struct TailArgs {
   const unsigned* ranks;
   const float* score;
+  const std::int32_t* unit_ids;
+  // How many units a row keeps; where `thresholds` is given, those say which.
   const std::int32_t* budget;
+  const Threshold* thresholds;
   std::int32_t* keep;
   std::int32_t* keep_len;
   float* coverage;
@@ -208,7 +211,11 @@ struct TailArgs {
   bool is_mass;
 };
 
-// Enqueues the choice of each of `rows` rows by rank, budget and forced units.
+// Enqueues the ranks [rows, N] of units whose keys are their scores.
+cudaError_t rank_scores(const Forcing& forcing, const float* score, const std::int32_t* ids,
+                        unsigned* ranks, int N, std::int64_t rows, cudaStream_t stream);
+
+// Enqueues the choice of each of `rows` rows.
 cudaError_t select_rows(const TailArgs& args, std::int64_t rows, cudaStream_t stream);
 
 // Threads of a block that handles a whole row of n.

@@ -33,6 +33,24 @@ __global__ void __launch_bounds__(kThreads)
   log_sums[t] = log_of(sum);
 }
 
+// Sums over a chunk of a row; the grid is (rows, chunks).
+__global__ void __launch_bounds__(kThreads)
+    chunk_log_sums(int N, const float* logits, LogSum* parts) {
+  __shared__ float scratch[32];
+  const std::int64_t row = blockIdx.x;
+  const int first = blockIdx.y * kChunk, last = min(N, first + kChunk);
+  float max = -INFINITY, sum = 0.0f;
+  for (int j = first + threadIdx.x; j < last; j += kThreads) {
+    max = fmaxf(max, logits[row * N + j]);
+  }
+  max = block_reduce(max, scratch, Max{}, -INFINITY);
+  for (int j = first + threadIdx.x; j < last; j += kThreads) {
+    if (max != -INFINITY) sum += expf(logits[row * N + j] - max);
+  }
+  sum = block_sum(sum, scratch);
+  if (threadIdx.x == 0) parts[row * gridDim.y + blockIdx.y] = {max, sum};
+}
+
 }  // namespace
 
 cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t stream) {
@@ -42,6 +60,13 @@ cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t 
   return with_float(type, [&](auto zero) {
     KERNEL_LAUNCH((spread<decltype(zero)>), blocks, kThreads, 0, stream, args, total);
   });
+}
+
+cudaError_t sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N,
+                       cudaStream_t stream) {
+  KERNEL_LAUNCH((chunk_log_sums), dim3(static_cast<unsigned>(rows), ceil_div(N, kChunk)), kThreads,
+                0, stream, N, logits, parts);
+  return cudaGetLastError();
 }
 
 cudaError_t merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,

@@ -97,24 +97,6 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Sums over a chunk of the units of a row of unit_logs; the grid is (rows, chunks).
-__global__ void __launch_bounds__(kThreads)
-    chunk_log_sums(int N, const float* unit_logs, LogSum* parts) {
-  __shared__ float scratch[32];
-  const std::int64_t row = blockIdx.x;
-  const int first = blockIdx.y * kChunk, last = min(N, first + kChunk);
-  float max = -INFINITY, sum = 0.0f;
-  for (int j = first + threadIdx.x; j < last; j += kThreads) {
-    max = fmaxf(max, unit_logs[row * N + j]);
-  }
-  max = block_reduce(max, scratch, Max{}, -INFINITY);
-  for (int j = first + threadIdx.x; j < last; j += kThreads) {
-    if (max != -INFINITY) sum += expf(unit_logs[row * N + j] - max);
-  }
-  sum = block_sum(sum, scratch);
-  if (threadIdx.x == 0) parts[row * gridDim.y + blockIdx.y] = {max, sum};
-}
-
 // Averages the shares over the heads of a row; the grid is (units, W, E * R).
 __global__ void __launch_bounds__(kThreads)
     average(WindowMassArgs a, Layout layout, const float* unit_logs, const LogSum* parts) {
@@ -173,8 +155,7 @@ cudaError_t window_mass(const WindowMassArgs& args, void* workspace, cudaStream_
                   queries, unit_logs);
   });
   if (error != cudaSuccess) return error;
-  KERNEL_LAUNCH((chunk_log_sums), dim3(static_cast<unsigned>(rows), layout.chunks), kThreads, 0,
-                stream, args.N, unit_logs, parts);
+  sum_logits(unit_logs, parts, static_cast<std::int64_t>(rows), args.N, stream);
   KERNEL_LAUNCH((average), dim3(ceil_div(args.N, kThreads), args.W, args.E * args.R), kThreads,
                 sizeof(float) * (layout.heads / args.R), stream, args, layout, unit_logs, parts);
   return cudaGetLastError();

@@ -5,6 +5,8 @@ namespace kvsift::kernels {
 namespace {
 
 constexpr int kThreads = 256;
+// The choices of group_reduce are the same.
+using Reduce = WindowReduce;
 
 __device__ __forceinline__ float reduced(Reduce kind, float a, float b) {
   return kind == Reduce::kMax ? fmaxf(a, b) : a + b;
