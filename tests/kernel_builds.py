@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,3 +106,22 @@ def library(kind: str, sources: tuple[Path, ...] = tuple(SOURCES), name: str = "
             link = [compiler(), *KINDS[kind], "-shared", *map(str, objects), "-o", str(target)]
             run(link)
     return target
+
+
+def run_sanitized(kind: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a Python command with the runtime of a kind's sanitizer loaded first."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    command = list(command)
+    if kind in ("asan", "tsan"):
+        runtime = subprocess.run(
+            [compiler(), f"-print-file-name=lib{kind}.so"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        # pymalloc would hide overruns of small arrays; leaks are the interpreter's own.
+        env |= {"LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
+        env |= {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 history_size=7"}
+    if kind == "tsan" and shutil.which("setarch"):
+        command = ["setarch", "-R", *command]  # its shadow memory wants addresses that stay put
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)

@@ -56,10 +56,11 @@ extern unsigned char __stop_cudacpu_shared[] __attribute__((weak, visibility("hi
 
 namespace cudacpu {
 
-// The error that cudaGetLastError hands out next, and what the kernel did.
+// The error that cudaGetLastError hands out next, what the kernel did, and kernels launched so far.
 struct LastError {
   cudaError_t code = cudaSuccess;
   std::string message;
+  std::uint64_t launches = 0;
 };
 inline LastError& last_error() {
   static LastError error;
@@ -153,10 +154,12 @@ template <class F>
 void launch(dim3 grid, dim3 block, std::size_t dynamic_bytes, F&& body) {
   LastError& last = last_error();
   if (last.code != cudaSuccess) return;
+  ++last.launches;
   try {
     run_grid(grid, block, dynamic_bytes, body);
   } catch (const std::exception& error) {
-    last = {cudaErrorLaunchFailure, error.what()};
+    last.code = cudaErrorLaunchFailure;
+    last.message = error.what();
   }
 }
 

@@ -24,6 +24,14 @@ const char* cudaGetErrorString(cudaError_t code) {
   }
 }
 
+// For tests: sets the order of threads, and counts the kernels launched so far.
+__attribute__((visibility("default"))) void cudacpu_set_schedule(std::uint64_t seed) {
+  cudacpu::schedule() = seed;
+}
+__attribute__((visibility("default"))) std::uint64_t cudacpu_launches() {
+  return cudacpu::last_error().launches;
+}
+
 }  // extern "C"
 
 #endif

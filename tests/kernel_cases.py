@@ -1,0 +1,94 @@
+"""Runs the kernels compiled for the CPU on generated cases and compares with the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from cases import Case
+from near_ties import near_ties
+from numpy.typing import NDArray
+from reference import PRIORITY, REFERENCE
+from runners import run_kernel
+from step_scene import cases_of, scene_of
+
+from kvsift.builder import ops
+from kvsift.runtime.kernels import Kernels
+
+Array = NDArray[Any]
+
+#: Orders of the threads of a block: ascending, descending, yielding at barriers, random.
+SCHEDULES = (0, 1, 2, 7)
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+#: Cases of every op that together meet every branch of its kernels at small shapes.
+NAMES = ("typical", "rows", "empty-slot", "first-tokens", "ragged-capacity", "skipped-slot", "full")
+STEP_NAMES = ("attrs0", "heads", "first-step", "full", "nothing-new", "decode")
+
+
+class Hooks:
+    """What the CPU build offers to tests only."""
+
+    def __init__(self, path: Path) -> None:
+        self._lib = ctypes.CDLL(str(path))
+        self._lib.cudacpu_set_schedule.argtypes = [ctypes.c_uint64]
+        self._lib.cudacpu_launches.restype = ctypes.c_uint64
+
+    def schedule(self, seed: int) -> None:
+        self._lib.cudacpu_set_schedule(seed)
+
+    def launches(self) -> int:
+        return int(self._lib.cudacpu_launches())
+
+
+def has_floats(op: str) -> bool:
+    """Whether an op takes tensors of the model's float type."""
+    return any(t.dtype == "T" for t in ops.TABLE[op].inputs)
+
+
+def inputs_of(case: Case, dtype: str) -> dict[str, Array]:
+    """The case's inputs with the float tensors rounded to a type."""
+    made = scene_of(case).inputs()
+    for tensor in ops.TABLE[case.op].inputs:
+        if tensor.dtype == "T":
+            made[tensor.name] = made[tensor.name].astype(DTYPES[dtype])
+    return made
+
+
+def small_cases(op: str) -> list[Case]:
+    """The cases to repeat for every float type, schedule and sanitizer."""
+    suffixes = ("", "-mean_qk", "-mean_prob", "-per_head", "-shared0", "-shared1")
+    names = {f"{name}{suffix}" for name in NAMES for suffix in suffixes} | set(STEP_NAMES)
+    return [case for case in cases_of(ops.TABLE[op]) if case.name in names]
+
+
+def check(
+    op: str, attrs: Mapping[str, ops.Value], inputs: Mapping[str, Array], got: list[Any]
+) -> None:
+    """Assert that a kernel's outputs are the oracle's, sets up to near ties."""
+    with np.errstate(invalid="ignore"):
+        want = REFERENCE[op](attrs, inputs)
+    if op in PRIORITY:
+        assert np.array_equal(got[1], want[1])
+        near_ties(got[0], want[0], PRIORITY[op](attrs, inputs))
+        np.testing.assert_allclose(got[2], want[2], rtol=1e-4)
+        return
+    for ours, theirs in zip(got, want, strict=True):
+        defined = ~np.isnan(theirs)
+        scale = np.abs(theirs[np.isfinite(theirs)]).max(initial=1.0)
+        np.testing.assert_allclose(ours[defined], theirs[defined], rtol=1e-5, atol=1e-6 * scale)
+
+
+def run_and_check(kernels: Kernels, case: Case, dtype: str) -> list[Any]:
+    """Run a case and compare with the oracle; return the outputs."""
+    inputs = inputs_of(case, dtype)
+    got = run_kernel(kernels, case.op, case.attrs, inputs)
+    check(case.op, case.attrs, inputs, got)
+    return got

@@ -1,0 +1,156 @@
+"""The CUDA kernels, compiled for the CPU: float types, thread schedules, neighbours, limits.
+
+That every generated case equals the oracle is tested in test_ops.py (implementation cpu-cuda).
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kernel_builds
+import numpy as np
+import pytest
+from cases import Case
+from kernel_cases import DTYPES, SCHEDULES, Hooks, has_floats, inputs_of, run_and_check, small_cases
+from runners import cpu_kernels, run_kernel
+
+from kvsift.builder import ops
+from kvsift.builder.errors import UsageError
+from kvsift.runtime.kernels import FLOAT_TYPES, KernelError, Kernels
+
+OPS = list(ops.TABLE)
+SMALL = [case for op in OPS for case in small_cases(op)]
+
+
+@functools.cache
+def hooks() -> Hooks:
+    return Hooks(kernel_builds.library("plain"))
+
+
+def bits(outputs: list[Any]) -> list[bytes]:
+    return [a.tobytes() for a in outputs]
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if has_floats(c.op)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_equal_the_oracle(case: Case, dtype: str) -> None:
+    run_and_check(cpu_kernels(), case, dtype)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_no_bit_depends_on_the_schedule(case: Case) -> None:
+    inputs = inputs_of(case, "float32")
+    try:
+        runs = []
+        for seed in SCHEDULES:
+            hooks().schedule(seed)
+            runs.append(bits(run_kernel(cpu_kernels(), case.op, case.attrs, inputs)))
+    finally:
+        hooks().schedule(0)
+    assert all(run == runs[0] for run in runs)
+
+
+#: The axis of each tensor along which requests lie, by the symbols E (evicting) and B (slots).
+def alone(case: Case, inputs: dict[str, Any], e: int) -> dict[str, Any]:
+    """The inputs of request e by itself, in a slot of its own."""
+    op, out = ops.TABLE[case.op], {}
+    slots = inputs.get("evict_slots")
+    for t in op.inputs:
+        array = inputs[t.name]
+        if "E" in t.shape:
+            array = np.take(array, [e], axis=t.shape.index("E"))
+        elif "B" in t.shape:
+            at = e if slots is None else max(0, int(slots[e]))
+            array = np.take(array, [at], axis=t.shape.index("B"))
+        out[t.name] = array
+    if slots is not None:
+        out["evict_slots"] = np.minimum(out["evict_slots"], 0)
+    return out
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_bit_depends_on_the_neighbours(op: str) -> None:
+    for case in small_cases(op):
+        inputs = inputs_of(case, "float32")
+        together = run_kernel(cpu_kernels(), op, case.attrs, inputs)
+        skipped = inputs.get("evict_slots", np.zeros(99)) < 0
+        spec = ops.TABLE[op].outputs
+        axes = [t.shape.index("E" if "E" in t.shape else "B") for t in spec]
+        for e in range(together[0].shape[axes[0]]):
+            if skipped[e]:
+                continue
+            solo = run_kernel(cpu_kernels(), op, case.attrs, alone(case, inputs, e))
+            for ours, theirs, axis in zip(solo, together, axes, strict=True):
+                assert ours.tobytes() == np.take(theirs, [e], axis=axis).tobytes(), str(case)
+
+
+@pytest.mark.parametrize("op", [n for n in OPS if "E" in {d for t in ops.TABLE[n].inputs for d in t.shape}])
+def test_nothing_is_launched_without_slots(op: str) -> None:
+    case = Case(op, "no-slot", next(iter(small_cases(op))).attrs, sizes={"E": 0})
+    before = hooks().launches()
+    run_kernel(cpu_kernels(), op, case.attrs, inputs_of(case, "float32"))
+    assert hooks().launches() == before
+
+
+def test_the_library_describes_the_op_table() -> None:
+    kernels = cpu_kernels()
+    assert kernels.version == ops.OPS_VERSION
+    assert [*OPS, "KvAppend"] == [*kernels.ops] or set(OPS) < set(kernels.ops)
+    for name, op in ops.TABLE.items():
+        told = kernels.ops[name]
+        for tensors, ours in ((op.inputs, told.inputs), (op.outputs, told.outputs)):
+            assert [(t.name, t.dtype, ",".join(t.shape)) for t in tensors] == list(ours)
+        assert told.attributes == tuple(a.name for a in op.attrs)
+
+
+def knorm(width: int = 8, **attrs: Any) -> list[Any]:
+    keys = np.zeros((1, 1, 4, width), np.float32)
+    inputs = {
+        "keys": keys,
+        "unit_ids": np.zeros((1, 1, 4), np.int32),
+        "evict_slots": np.zeros(1, np.int32),
+    }
+    return run_kernel(cpu_kernels(), "KNormScore", attrs, inputs)
+
+
+def test_bad_calls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match="KNormScore failed: invalid argument"):
+        knorm(width=6)  # no whole number of 16-byte loads
+    assert len(knorm()) == 1  # and the next call is right again
+    kernels = cpu_kernels()
+    case = small_cases("TopKSelect")[0]
+    inputs = inputs_of(case, "float32")
+    with pytest.raises(KernelError, match="TopKSelect failed: invalid argument"):
+        run_kernel(kernels, "TopKSelect", dict(case.attrs) | {"block_size": 0}, inputs)
+    with pytest.raises(UsageError, match="needs the attribute 'block_size'"):
+        run_kernel(kernels, "TopKSelect", {}, inputs)
+    with pytest.raises(UsageError, match="unknown op 'TopK'"):
+        kernels.sizes("TopK", {}, [])
+    with pytest.raises(UsageError, match="unknown float type 'float8'"):
+        kernels.workspace("KNormScore", {}, "float8", {})
+    with pytest.raises(KernelError, match="cannot load the kernels"):
+        Kernels(tmp_path / "libabsent.so")
+
+
+def test_every_float_type_has_a_number() -> None:
+    assert sorted(FLOAT_TYPES) == sorted(DTYPES)
+
+
+def check_under(kind: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run kernel_check.py with a sanitizer's runtime in the process."""
+    return kernel_builds.run_sanitized(
+        kind, [sys.executable, str(Path(__file__).with_name("kernel_check.py")), *args]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["asan", "tsan"])
+def test_sanitizers_find_nothing(kind: str) -> None:
+    done = check_under(kind, str(kernel_builds.library(kind)))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Sanitizer" not in done.stderr
+    assert done.stdout.split()[-1] == "checked"
