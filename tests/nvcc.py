@@ -51,10 +51,12 @@ def cuda_library() -> tuple[Path, Path]:
     configure += [f"-DTENSORRT_ROOT={tensorrt('headers')}", "-DCMAKE_CUDA_FLAGS=-Xptxas -v"]
     configure += [f"-DCMAKE_CUDA_COMPILER={nvcc()}"]
     run([*configure, "-DCMAKE_BUILD_TYPE=Release"])
-    said = run([cmake(), "--build", str(build), "--parallel", "2"])
     log = build / "ptxas.log"
-    with log.open("a") as file:  # a file compiled again says the newer thing later
-        file.write(said)
+    command = [cmake(), "--build", str(build), "--parallel", "2"]
+    # Appended, also of a build that was stopped: what is compiled already says nothing again.
+    with log.open("a") as file:
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+    run(command)
     version = re.search(r'kOpsVersion = "(\w+)"', (ROOT / "plugins/ops.gen.h").read_text())
     assert version
     return build / f"plugins/libkvsift_trt.so.{version[1]}", log
