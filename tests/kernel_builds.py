@@ -60,26 +60,32 @@ def compile_flags() -> list[str]:
     return [*FLAGS, "-isystem", str(include), "-isystem", str(include / "cccl")]
 
 
-@functools.cache
-def headers_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PLUGINS.rglob("*.h")) + sorted(PLUGINS.rglob("*.cuh")):
-        if "trt" not in path.parts:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def sources_of(dependencies: Path) -> list[Path]:
+    """The project's own files that a compiler's dependency file names; none if it is not there."""
+    if not dependencies.exists():
+        return []
+    words = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    return [Path(w) for w in words if ROOT in Path(os.path.abspath(w)).parents]
 
 
 def compile_object(source: Path, flags: Sequence[str], folder: Path) -> Path:
-    """Compile a source unless the same text was compiled with the same flags before."""
-    text = headers_digest() + source.read_text() + " ".join(flags)
-    target = folder / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.o"
-    if not target.exists():
-        for old in folder.glob(f"{source.stem}-*.o"):
-            old.unlink()
-        part = target.with_suffix(".part")
-        command = [compiler(), *flags, "-c", "-x", "c++", str(source), "-o", str(part)]
-        run(command)
-        part.rename(target)
+    """Compile a source unless it and all that it includes were compiled so before."""
+    target, listed = folder / f"{source.stem}.o", folder / f"{source.stem}.d"
+    stamp = folder / f"{source.stem}.stamp"
+
+    def state() -> str:
+        files = [p for p in sources_of(listed) if p.exists()]
+        return digest(*flags, *(f"{p}\0{p.read_text()}" for p in files))
+
+    if not (target.exists() and stamp.exists() and stamp.read_text() == state()):
+        stamp.unlink(missing_ok=True)
+        command = [compiler(), *flags, "-MMD", "-MF", str(listed), "-c", "-x", "c++"]
+        run([*command, str(source), "-o", str(target)])
+        stamp.write_text(state())
     return target
 
 
@@ -98,13 +104,15 @@ def library(kind: str, sources: tuple[Path, ...] = tuple(SOURCES), name: str = "
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         objects = [compile_object(source, flags, folder) for source in sources]
-        digest = hashlib.sha256(" ".join(map(str, objects)).encode()).hexdigest()[:16]
-        target = folder / f"lib{name}-{digest}.so"
+        stamps = [(folder / f"{source.stem}.stamp").read_text() for source in sources]
+        # Another name for another content: a process may have loaded the one before.
+        target = folder / f"lib{name}-{digest(*stamps)}.so"
         if not target.exists():
             for old in folder.glob(f"lib{name}-*.so"):
                 old.unlink()
-            link = [compiler(), *KINDS[kind], "-shared", *map(str, objects), "-o", str(target)]
-            run(link)
+            part = target.with_suffix(".part")
+            run([compiler(), *KINDS[kind], "-shared", *map(str, objects), "-o", str(part)])
+            part.rename(target)
     return target
 
 

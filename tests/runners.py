@@ -87,7 +87,9 @@ def cpu_kernels() -> Kernels:
     return Kernels(library("plain"))
 
 
-def run_cpu_cuda(op_name: str, attrs: Mapping[str, ops.Value], dims: Dims, inputs: Arrays) -> Outputs:
+def run_cpu_cuda(
+    op_name: str, attrs: Mapping[str, ops.Value], dims: Dims, inputs: Arrays
+) -> Outputs:
     """Run the op's CUDA kernels on the CPU."""
     del dims
     return run_kernel(cpu_kernels(), op_name, attrs, inputs)

@@ -25,7 +25,8 @@
 #else
 #define CUDACPU_RELEASE(p) ((void)0)
 #define CUDACPU_ACQUIRE(p) ((void)0)
-#define CUDACPU_NOSAN __attribute__((noinline))
+// A frame that is left by a switch would leave its guards behind.
+#define CUDACPU_NOSAN __attribute__((no_sanitize("address"), noinline))
 #endif
 
 #if defined(__x86_64__) && !defined(CUDACPU_UCONTEXT)
