@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   interpreter for the environments (needs its venv module)
 #   PARITY=0            leave out the comparison with torch, transformers and kvpress
 #   PIP_ARGS=...        more options for pip, such as --extra-index-url
-#   CUDA=AUTO           also build the TensorRT plugin library if nvcc and TensorRT's headers are here
+#   CUDA=AUTO           also compile the TensorRT plugin library, where its parts are found
 #   PYTEST_ARGS=...     more options for pytest
 PYTHON ?= python3
 PARITY ?= 1
@@ -55,7 +55,7 @@ test-parity: .venv-parity/.installed
 test-quick: dev
 	$(PY) -m pytest -m "not parity and not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
 
-CLANG_FORMAT_FILES = find plugins \( -name '*.h' -o -name '*.cu' -o -name '*.cpp' \) \
+CLANG_FORMAT_FILES = find plugins tests \( -name '*.h' -o -name '*.cu*' -o -name '*.cpp' \) \
   ! -name '*.gen.h' -exec .venv/bin/clang-format
 
 lint: style mypy

@@ -110,6 +110,13 @@ def host_program() -> Path:
     return target
 
 
+def exported_symbols(path: Path) -> set[str]:
+    """The names that a shared library gives away."""
+    command = ["nm", "-D", "--defined-only", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in done.stdout.splitlines()}
+
+
 def _clean(pattern: str) -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     for old in BUILD.glob(pattern):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from plugin_host import (
     LINEAR,
     Host,
     descs,
+    exported_symbols,
     fields,
     library,
 )
@@ -314,16 +314,6 @@ def test_library_exports_its_entry_points_only() -> None:
     defined = exported_symbols(library())
     assert {"getCreators", "setLoggerFinder"} <= defined
     assert all(s in ("getCreators", "setLoggerFinder") or s.startswith("kvsift_") for s in defined)
-
-
-def exported_symbols(path: Path) -> set[str]:
-    from kernel_builds import run
-
-    listing = path.with_suffix(".symbols")
-    run(["sh", "-c", f"nm -D --defined-only '{path}' > '{listing}'"])
-    symbols = {line.split()[-1] for line in listing.read_text().splitlines()}
-    listing.unlink()
-    return symbols
 
 
 def test_workspace_does_not_shrink(host: Host) -> None:

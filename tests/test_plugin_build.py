@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from nvcc import ROOT, cmake, cuda_library, nvcc, run
-from plugin_host import ALL_OPS, Host
-from test_plugin import SIZES, exported_symbols, workspace
+from plugin_host import ALL_OPS, Host, exported_symbols
+from test_plugin import SIZES, workspace
 
 from kvsift.builder import ops
 
