@@ -33,25 +33,30 @@ class Interface:
     sizes: tuple[tuple[str, int, int, str, str], ...]
 
 
+def fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    """Return fields of a C structure that have one type."""
+    return [(name, kind) for name in names.split()]
+
+
 class GatherArgs(ctypes.Structure):
     """Arguments of `kv_gather`, see plugins/kernels/kv_gather.h."""
 
     _fields_ = (
-        [(n, ctypes.c_void_p) for n in ("source", "second_source", "target", "second_target")]
-        + [(n, ctypes.c_void_p) for n in ("source_slots", "target_slots", "units", "lens")]
-        + [(n, ctypes.c_int32) for n in ("Bs", "Bt", "Hkv", "Cs", "Ct", "E", "R", "N", "Rl")]
-        + [("row_bytes", ctypes.c_int32), ("block_size", ctypes.c_int32)]
-        + [("in_place", ctypes.c_bool)]
+        fields(ctypes.c_void_p, "source second_source target second_target")
+        + fields(ctypes.c_void_p, "source_slots target_slots units lens")
+        + fields(ctypes.c_int32, "Bs Bt Hkv Cs Ct E R N Rl row_bytes block_size")
+        + fields(ctypes.c_bool, "in_place")
     )
 
 
 class FillHolesArgs(ctypes.Structure):
-    """Arguments of `kv_fill_holes`, see plugins/kernels/kv_fill_holes.h."""
+    """Arguments of `kv_fill_holes`, see plugins/kernels/kv_fill_holes.h.
 
-    _fields_ = (
-        [(n, ctypes.c_void_p) for n in ("data", "second", "slots", "source", "target")]
-        + [(n, ctypes.c_int32) for n in ("B", "Hkv", "C", "E", "R", "M")]
-        + [("row_bytes", ctypes.c_int32), ("block_size", ctypes.c_int32)]
+    `origin` and `target` are `from` and `to` there.
+    """
+
+    _fields_ = fields(ctypes.c_void_p, "data second slots origin target") + fields(
+        ctypes.c_int32, "B Hkv C E R M row_bytes block_size"
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from cases import Case
+from cases import Case, attribute_choices
+from kernel_run import run_kernel
 from near_ties import near_ties
 from numpy.typing import NDArray
 from reference import PRIORITY, REFERENCE
-from runners import run_kernel
 from step_scene import cases_of, scene_of
 
 from kvsift.builder import ops
@@ -23,14 +24,18 @@ Array = NDArray[Any]
 
 #: Orders of the threads of a block: ascending, descending, yielding at barriers, random.
 SCHEDULES = (0, 1, 2, 7)
-DTYPES: dict[str, Any] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16}
+if importlib.util.find_spec("ml_dtypes"):  # the GPU check runs where it is missing, too
+    DTYPES["bfloat16"] = importlib.import_module("ml_dtypes").bfloat16
 #: Cases of every op that together meet every branch of its kernels at small shapes.
 NAMES = ("typical", "rows", "empty-slot", "first-tokens", "ragged-capacity", "skipped-slot", "full")
 STEP_NAMES = ("attrs0", "heads", "first-step", "full", "nothing-new", "decode")
+#: Units or tokens of a long row.
+LARGE = 131072
+#: One small request of everything; what counts is the length.
+ONE = {"B": 1, "E": 1, "L": 1, "Hq": 2, "Hkv": 1, "W": 3, "n": 2, "P": 1, "S": 2, "R": 1}
+#: PhiloxUniform has no sums or choices, QueryStatsUpdate no axis of tokens.
+LONG = [op.name for op in ops.OPS if op.name not in ("PhiloxUniform", "QueryStatsUpdate")]
 
 
 class Hooks:
@@ -67,6 +72,17 @@ def small_cases(op: str) -> list[Case]:
     suffixes = ("", "-mean_qk", "-mean_prob", "-per_head", "-shared0", "-shared1")
     names = {f"{name}{suffix}" for name in NAMES for suffix in suffixes} | set(STEP_NAMES)
     return [case for case in cases_of(ops.TABLE[op]) if case.name in names]
+
+
+def long_case(op: str) -> Case:
+    """The op at 131072 units or tokens."""
+    attrs = next(attribute_choices(ops.TABLE[op]))
+    block = int(attrs.get("block_size", 1)) if op == "WindowMass" else 1
+    if "block_size" in attrs:
+        attrs = attrs | {"block_size": block}
+    sizes = ONE | {"N": LARGE // block, "C": LARGE}
+    lens = (LARGE - 5,)
+    return Case(op, "large", attrs, sizes, lens=lens, seen=lens, budget=LARGE // 5, new=(2,))
 
 
 def check(

@@ -113,7 +113,7 @@ def check_fill_holes(kernels: Kernels, dtype: Any, width: int, heads: int) -> No
     kernels.fill_holes(
         FillHolesArgs(
             data=pointer(data[0]), second=pointer(data[1]), slots=pointer(slots),
-            source=pointer(source), target=pointer(target), B=3, Hkv=2, C=blocks * block,
+            origin=pointer(source), target=pointer(target), B=3, Hkv=2, C=blocks * block,
             E=3, R=heads, M=2, row_bytes=data[0][0, 0, 0].nbytes, block_size=block,
         )
     )  # fmt: skip

@@ -145,5 +145,21 @@ def test_rows_move_as_in_numpy() -> None:
     check_moves(cpu_kernels())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("op", "sizes"), [("WindowScore", {"W": 1}), ("AccumUpdate", {"S": 1})])
+def test_few_logits_are_kept_instead_of_made_twice(
+    op: str, sizes: dict[str, int], dtype: str
+) -> None:
+    """Where a token's logits take less than its key, which the workspace shows."""
+    case = small_cases(op)[0].but(sizes=sizes | {"D": 64})
+    scene, kernels = inputs_of(case, dtype), cpu_kernels()
+    run_and_check(kernels, case, dtype)
+    shapes = [scene[t.name].shape for t in ops.TABLE[op].inputs]
+    size = kernels.sizes(op, case.attrs, shapes)
+    few = kernels.workspace(op, case.attrs, dtype, size)
+    more = kernels.workspace(op, case.attrs, dtype, size | {"Hq": 64 * size["Hkv"]})
+    assert few / size["Hq"] > more / (64 * size["Hkv"])
+
+
 def test_every_float_type_has_a_number() -> None:
     assert sorted(FLOAT_TYPES) == sorted(DTYPES)

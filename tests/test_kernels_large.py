@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import Case, attribute_choices
-from kernel_cases import check
+from kernel_cases import LARGE, LONG, long_case, run_and_check
 from runners import cpu_kernels, run_kernel
-from step_scene import scene_of
-
-from kvsift.builder import ops
-
-LARGE = 131072
-#: One small request of everything; what counts is the length.
-ONE = {"B": 1, "E": 1, "L": 1, "Hq": 2, "Hkv": 1, "W": 3, "n": 2, "P": 1, "S": 2, "R": 1}
-#: PhiloxUniform has no sums or choices, QueryStatsUpdate no axis of tokens.
-SIZED = [op.name for op in ops.OPS if op.name not in ("PhiloxUniform", "QueryStatsUpdate")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", LONG)
 def test_large(name: str) -> None:
-    attrs = next(attribute_choices(ops.TABLE[name]))
-    block = int(attrs.get("block_size", 1)) if name == "WindowMass" else 1
-    if "block_size" in attrs:
-        attrs = attrs | {"block_size": block}
-    sizes = ONE | {"N": LARGE // block, "C": LARGE}
-    lens = (LARGE - 5,)
-    case = Case(name, "large", attrs, sizes, lens=lens, seen=lens, budget=LARGE // 5, new=(2,))
-    inputs = scene_of(case).inputs()
-    check(name, attrs, inputs, run_kernel(cpu_kernels(), name, attrs, inputs))
+    run_and_check(cpu_kernels(), long_case(name), "float32")
 
 
 @pytest.mark.slow

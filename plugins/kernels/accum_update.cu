@@ -26,31 +26,37 @@ struct Head {
     end = min(past + used, a.C);
     causal = {a.S, past, used};
   }
+  __device__ __forceinline__ KeptLogits kept(const AccumUpdateArgs& a, float* all, int b,
+                                             int g) const {
+    return {all ? all + (std::int64_t{b} * a.Hkv + g) * in.rows * a.C : nullptr, a.C};
+  }
   __device__ __forceinline__ int position(int t) const { return t < end ? t : kNowhere; }
 };
 
 // parts [B, Hkv, rows, chunks]; the grid is (chunks, tiles of rows, B * Hkv).
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
-    token_log_sums(AccumUpdateArgs a, const float* queries, LogSum* parts) {
+    token_log_sums(AccumUpdateArgs a, const float* queries, LogSum* parts, float* kept) {
   __shared__ TileShared shared;
-  const Head<T> head(a, queries, blockIdx.z / a.Hkv, blockIdx.z % a.Hkv);
+  const int b = blockIdx.z / a.Hkv, g = blockIdx.z % a.Hkv;
+  const Head<T> head(a, queries, b, g);
   const int first_row = blockIdx.y * kTileRows, first = blockIdx.x * kChunk;
   // Rows beyond the newest that a query of the tile sees are not read.
   const int last =
       min(min(head.end, head.causal.highest(first_row, head.in.rows) + 1), first + kChunk);
   LogSum* out = parts + std::int64_t{blockIdx.z} * head.in.rows * gridDim.x + blockIdx.x;
   row_log_sums(
-      shared, head.in, head.causal, first_row, first, last, [&](int t) { return head.position(t); },
+      shared, head.in, head.causal, head.kept(a, kept, b, g), first_row, first, last,
+      [&](int t) { return head.position(t); },
       [&](int row, LogSum sum) { out[row * gridDim.x] = sum; });
 }
 
 // Adds what every query of the step pays to a tile of rows; the grid is (tiles, Hkv, B).
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
-    accumulate(AccumUpdateArgs a, const float* queries, const float* log_sums) {
+    accumulate(AccumUpdateArgs a, const float* queries, const float* log_sums, float* kept) {
   __shared__ TileShared shared;
-  __shared__ float shares[kTileRows][kTileTokens + 1];
+  __shared__ TileShares shares;
   const int g = blockIdx.y, b = blockIdx.z, first_token = blockIdx.x * kTileTokens;
   const Head<T> head(a, queries, b, g);
   const int rows = head.in.rows, j = first_token + static_cast<int>(threadIdx.x);
@@ -60,18 +66,8 @@ __global__ void __launch_bounds__(kTileThreads)
   float sum = 0.0f;
   for (int row = 0; row < rows && first_token < head.end; row += kTileRows) {
     if (head.causal.highest(row, rows) < first_token) continue;
-    Held logit;
-    tile_products(shared, head.in, row, first_token, logit);
-#pragma unroll
-    for (int r = 0; r < kHeldRows; ++r) {
-      const int at = row + held_row(r), limit = head.causal.limit(at, rows);
-#pragma unroll
-      for (int i = 0; i < kHeldTokens; ++i) {
-        const bool sees = shared.position[held_token(i)] <= limit;
-        shares[held_row(r)][held_token(i)] = sees ? share_of(logit[r][i], log_sums[at]) : 0.0f;
-      }
-    }
-    __syncthreads();
+    tile_shares(shared, head.in, head.causal, head.kept(a, kept, b, g), log_sums, row, first_token,
+                shares);
     for (int r = 0; r < kTileRows; ++r) sum += shares[r][threadIdx.x];
   }
   if (j >= a.C) return;
@@ -80,11 +76,17 @@ __global__ void __launch_bounds__(kTileThreads)
   a.accum_out[at] = j < head.end ? before + sum : 0.0f;
 }
 
+// Whether the logits of a step, a decode step mostly, are kept.
+bool keeps(const AccumUpdateArgs& a) {
+  return a.Hkv > 0 && keeps_logits(a.dtype, a.Hq / a.Hkv * a.S, a.D);
+}
+
 }  // namespace
 
 std::size_t accum_update_workspace(const AccumUpdateArgs& a) {
   const std::size_t rows = std::size_t{1} * a.B * a.Hq * a.S;
-  return rows * (sizeof(float) * (a.D + 1) + sizeof(LogSum) * ceil_div(a.C, kChunk));
+  const std::size_t kept = keeps(a) ? sizeof(float) * rows * a.C : 0;
+  return kept + rows * (sizeof(float) * (a.D + 1) + sizeof(LogSum) * ceil_div(a.C, kChunk));
 }
 
 cudaError_t accum_update(const AccumUpdateArgs& args, void* workspace, cudaStream_t stream) {
@@ -98,6 +100,7 @@ cudaError_t accum_update(const AccumUpdateArgs& args, void* workspace, cudaStrea
   float* queries = static_cast<float*>(workspace);
   LogSum* parts = reinterpret_cast<LogSum*>(queries + rows * args.D);
   float* log_sums = reinterpret_cast<float*>(parts + rows * chunks);
+  float* kept = keeps(args) ? log_sums + rows : nullptr;
   const float scale = 1.0f / std::sqrt(static_cast<float>(args.D));
   if (rows > 0) {
     const cudaError_t error = spread_queries(
@@ -109,11 +112,11 @@ cudaError_t accum_update(const AccumUpdateArgs& args, void* workspace, cudaStrea
     using T = decltype(type);
     if (rows > 0) {
       const dim3 grid(chunks, ceil_div(head_rows, kTileRows), args.B * args.Hkv);
-      KERNEL_LAUNCH((token_log_sums<T>), grid, kTileThreads, 0, stream, args, queries, parts);
+      KERNEL_LAUNCH((token_log_sums<T>), grid, kTileThreads, 0, stream, args, queries, parts, kept);
       merge_log_sums(parts, log_sums, static_cast<std::int64_t>(rows), chunks, stream);
     }
     KERNEL_LAUNCH((accumulate<T>), dim3(ceil_div(args.C, kTileTokens), args.Hkv, args.B),
-                  kTileThreads, 0, stream, args, queries, log_sums);
+                  kTileThreads, 0, stream, args, queries, log_sums, kept);
   });
 }
 

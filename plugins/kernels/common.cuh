@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <climits>
 #include <cmath>
+#include <cstring>
 
 #include "launch.h"
 #include "types.h"
@@ -66,23 +67,22 @@ struct Pair<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// One load of 16 bytes, as floats.
+// One load of 16 bytes that nobody writes during the kernel, as floats.
 template <class T>
 __device__ __forceinline__ void load16(const T* from, float (&to)[kVector<T>]) {
   if constexpr (sizeof(T) == 4) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
+    const float4 v = __ldg(reinterpret_cast<const float4*>(from));
     to[0] = v.x;
     to[1] = v.y;
     to[2] = v.z;
     to[3] = v.w;
   } else {
-    struct alignas(16) Raw {
-      typename Pair<T>::type pair[4];
-    };
-    const Raw raw = *reinterpret_cast<const Raw*>(from);
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from));
+    typename Pair<T>::type pair[4];
+    memcpy(static_cast<void*>(pair), &raw, sizeof raw);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 v = to_float2(raw.pair[i]);
+      const float2 v = to_float2(pair[i]);
       to[2 * i] = v.x;
       to[2 * i + 1] = v.y;
     }

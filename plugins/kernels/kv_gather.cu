@@ -25,11 +25,11 @@ __device__ __forceinline__ Move move_of(const KvGatherArgs& a, int e, int h, int
 
 // Every piece on its own: the grid is (parts of the rows of a head, heads of every slot).
 template <class Piece>
-__global__ void __launch_bounds__(kThreads) gather(KvGatherArgs a, int pieces) {
+__global__ void __launch_bounds__(kThreads) gather(KvGatherArgs a, unsigned rows, unsigned pieces) {
   const int e = blockIdx.y / a.Hkv, h = blockIdx.y % a.Hkv;
-  const std::int64_t t = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
-  const std::int64_t i = t / pieces, piece = t % pieces;
-  if (i >= std::int64_t{a.N} * a.block_size || i >= a.Ct) return;
+  const unsigned t = blockIdx.x * kThreads + threadIdx.x;  // 32-bit: the divisions count here
+  const unsigned i = t / pieces, piece = t % pieces;
+  if (i >= rows) return;
   const Move move = move_of(a, e, h, static_cast<int>(i));
   if (!move.exists()) return;
   static_cast<Piece*>(a.target)[move.target * pieces + piece] =
@@ -80,11 +80,10 @@ void launch(const KvGatherArgs& a, cudaStream_t stream) {
     KERNEL_LAUNCH((compact<Piece>), dim3(ceil_div(pieces, width), heads), kThreads, 0, stream, a,
                   pieces, width);
   } else {
-    const std::int64_t rows = min(std::int64_t{a.N} * a.block_size, std::int64_t{a.Ct});
-    KERNEL_LAUNCH(
-        (gather<Piece>),
-        dim3(static_cast<unsigned>(ceil_div(rows * pieces, std::int64_t{kThreads})), heads),
-        kThreads, 0, stream, a, pieces);
+    const unsigned rows =
+        static_cast<unsigned>(min(std::int64_t{a.N} * a.block_size, std::int64_t{a.Ct}));
+    KERNEL_LAUNCH((gather<Piece>), dim3(ceil_div(rows * pieces, unsigned{kThreads}), heads),
+                  kThreads, 0, stream, a, rows, static_cast<unsigned>(pieces));
   }
 }
 
@@ -100,6 +99,7 @@ cudaError_t kv_gather(const KvGatherArgs& args, void*, cudaStream_t stream) {
   if (args.in_place && (args.source != args.target || args.second_source != args.second_target)) {
     return cudaErrorInvalidValue;
   }
+  if (std::int64_t{args.Ct} * args.row_bytes / 4 > INT_MAX) return cudaErrorInvalidValue;
   if (args.E == 0 || args.Hkv == 0 || args.N == 0 || args.Ct == 0) return cudaSuccess;
   if (args.row_bytes % 16 == 0) {
     launch<uint4>(args, stream);

@@ -27,6 +27,8 @@ struct TileShared {
 
 using Held = float[kHeldRows][kHeldTokens];
 
+using TileShares = float[kTileRows][kTileTokens + 1];
+
 // The row of the tile, and the token of the tile, that a thread's value [r][i] belongs to.
 __device__ __forceinline__ int held_row(int r) {
   return static_cast<int>(threadIdx.x) / kWarpSize * kHeldRows + r;
@@ -62,28 +64,35 @@ struct Causal {
   }
 };
 
-// Loads a slice of the keys of the tile's valid tokens.
+// Loads a slice of the keys of the tile's valid tokens; every load comes before the first store, so
+// that all are in flight together.
 template <class T>
 __device__ __forceinline__ void load_keys(TileShared& s, const TileInput<T>& in, int first_token,
                                           int slice) {
   constexpr int kPieces = kTileSlice / kVector<T>;
-#pragma unroll
-  for (int k = 0; k < kTileTokens * kPieces / kTileThreads; ++k) {
-    const int at = k * kTileThreads + threadIdx.x, token = at / kPieces;
-    const int d = at % kPieces * kVector<T>;
-    float sum[kVector<T>] = {};
-    if (s.position[token] != kNowhere && slice + d < in.D) {
-      const T* from = in.keys + std::int64_t{first_token + token} * in.D + slice + d;
-      load16(from, sum);
+  constexpr int kLoads = kTileTokens * kPieces / kTileThreads;
+  float sums[kLoads][kVector<T>] = {};
+  const int d = threadIdx.x % kPieces * kVector<T>;  // the same for all of a thread's loads
+  if (slice + d < in.D) {
+    const T* from = in.keys + std::int64_t{first_token} * in.D + slice + d;
 #pragma unroll 4
-      for (int h = 1; h < in.heads; ++h) {
+    for (int h = 0; h < in.heads; ++h) {
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        const int token = (k * kTileThreads + static_cast<int>(threadIdx.x)) / kPieces;
+        if (s.position[token] == kNowhere) continue;
         float part[kVector<T>];
-        load16(from + h * in.stride, part);
-        for (int i = 0; i < kVector<T>; ++i) sum[i] += part[i];
+        load16(from + h * in.stride + token * in.D, part);
+#pragma unroll
+        for (int i = 0; i < kVector<T>; ++i) sums[k][i] += part[i];
       }
     }
+  }
 #pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) s.key[token][d + i] = sum[i];
+  for (int k = 0; k < kLoads; ++k) {
+    const int token = (k * kTileThreads + static_cast<int>(threadIdx.x)) / kPieces;
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) s.key[token][d + i] = sums[k][i];
   }
 }
 
@@ -142,10 +151,23 @@ __device__ __forceinline__ void put_positions(TileShared& s, int first_token, Po
   __syncthreads();
 }
 
+// Whether `rows` logits per token are written and read again for less than another read of a key.
+inline bool keeps_logits(FloatType type, int rows, int D) {
+  return 2 * sizeof(float) * rows <= D * float_size(type);
+}
+
+// Logits [rows, N] of one KV head, kept from one kernel to the next; null if they are not.
+struct KeptLogits {
+  float* at;
+  int N;
+};
+
 // Sums exp(logit) over the tokens [first, last) that each row of the tile sees: put(row, LogSum).
+// Logits of tokens that are seen are kept where that is asked for.
 template <class T, class Position, class Put>
 __device__ void row_log_sums(TileShared& s, const TileInput<T>& in, const Causal& causal,
-                             int first_row, int first, int last, Position position, Put put) {
+                             KeptLogits kept, int first_row, int first, int last, Position position,
+                             Put put) {
   LogSum sums[kHeldRows];
   for (int r = 0; r < kHeldRows; ++r) sums[r] = empty_log_sum();
   const int highest = causal.highest(first_row, in.rows);
@@ -153,13 +175,18 @@ __device__ void row_log_sums(TileShared& s, const TileInput<T>& in, const Causal
     put_positions(s, token, [&](int t) { return t < last ? position(t) : kNowhere; });
     Held logit;
     tile_products(s, in, first_row, token, logit);
+#pragma unroll
     for (int r = 0; r < kHeldRows; ++r) {
-      const int limit = causal.limit(first_row + held_row(r), in.rows);
+      const int row = first_row + held_row(r), limit = causal.limit(row, in.rows);
       LogSum here = empty_log_sum();
+#pragma unroll
       for (int i = 0; i < kHeldTokens; ++i) {
-        if (s.position[held_token(i)] <= limit) here.max = fmaxf(here.max, logit[r][i]);
+        if (s.position[held_token(i)] > limit) continue;
+        here.max = fmaxf(here.max, logit[r][i]);
+        if (kept.at) kept.at[std::int64_t{row} * kept.N + token + held_token(i)] = logit[r][i];
       }
       if (here.max == -INFINITY) continue;
+#pragma unroll
       for (int i = 0; i < kHeldTokens; ++i) {
         if (s.position[held_token(i)] <= limit) here.sum += expf(logit[r][i] - here.max);
       }
@@ -173,6 +200,36 @@ __device__ void row_log_sums(TileShared& s, const TileInput<T>& in, const Causal
     const int row = first_row + held_row(r);
     if (threadIdx.x % kWarpSize == 0 && row < in.rows) put(row, sum);
   }
+}
+
+// The shares that a tile's rows pay to its tokens, given the log sums of the rows; 0 for what a row
+// does not see. Logits that were kept are read instead of made again.
+template <class T>
+__device__ __forceinline__ void tile_shares(TileShared& s, const TileInput<T>& in,
+                                            const Causal& causal, KeptLogits kept,
+                                            const float* log_sums, int first_row, int first_token,
+                                            TileShares& shares) {
+  Held logit;
+  if (kept.at) {
+    __syncthreads();  // the shares before have been read
+  } else {
+    tile_products(s, in, first_row, first_token, logit);
+  }
+#pragma unroll
+  for (int r = 0; r < kHeldRows; ++r) {
+    const int row = first_row + held_row(r), limit = causal.limit(row, in.rows);
+#pragma unroll
+    for (int i = 0; i < kHeldTokens; ++i) {
+      const int token = held_token(i);
+      float share = 0.0f;
+      if (s.position[token] <= limit) {
+        const std::int64_t at = std::int64_t{row} * kept.N + first_token + token;
+        share = share_of(kept.at ? kept.at[at] : logit[r][i], log_sums[row]);
+      }
+      shares[held_row(r)][token] = share;
+    }
+  }
+  __syncthreads();
 }
 
 // Queries [E,W,Hq*D] of any float type to rows [E,groups,Hq/groups*W,D] of floats, times `scale`;

@@ -5,9 +5,6 @@ namespace kvsift::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-// Logits with which each unit's queries are summed; -inf where a query does not see the token.
-using Logits = float[kTileRows][kTileTokens + 1];
-
 // How the heads are grouped, and where the parts of the workspace begin.
 struct Layout {
   bool averaged;  // mean_qk: one head, the mean of all
@@ -42,7 +39,7 @@ template <class T>
 __global__ void __launch_bounds__(kTileThreads)
     unit_log_sums(WindowMassArgs a, Layout layout, const float* queries, float* unit_logs) {
   __shared__ TileShared shared;
-  __shared__ Logits logits;
+  __shared__ TileShares logits;  // -inf where a query does not see the token
   __shared__ LogSum sums[kTileRows];
   const int g = blockIdx.y, e = blockIdx.z, slot = a.evict_slots[e], seen = a.tokens_seen[e];
   if (slot < 0) return;
@@ -73,8 +70,10 @@ __global__ void __launch_bounds__(kTileThreads)
       });
       Held logit;
       tile_products(shared, in, row, first_token + offset, logit);
+#pragma unroll
       for (int r = 0; r < kHeldRows; ++r) {
         const int limit = causal.limit(row + held_row(r), layout.rows);
+#pragma unroll
         for (int i = 0; i < kHeldTokens; ++i) {
           const bool sees = shared.position[held_token(i)] <= limit;
           logits[held_row(r)][held_token(i)] = sees ? logit[r][i] : -INFINITY;

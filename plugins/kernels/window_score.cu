@@ -18,7 +18,7 @@ struct Head {
   TileInput<T> in;
   Causal causal;
   const std::int32_t* ids;
-  int C, N, seen;
+  int Hkv, C, N, seen;
 
   __device__ Head(const WindowScoreArgs& a, const float* queries, int e, int g) {
     const int rows = a.Hq / a.Hkv * a.W;
@@ -32,8 +32,12 @@ struct Head {
     seen = a.tokens_seen[e];
     causal = {a.W, seen - a.W, a.W};
     ids = a.unit_ids + (std::int64_t{e} * a.R + (a.R > 1 ? g : 0)) * a.N;
+    Hkv = a.Hkv;
     C = a.C;
     N = a.N;
+  }
+  __device__ __forceinline__ KeptLogits kept(float* all, int e, int g) const {
+    return {all ? all + (std::int64_t{e} * Hkv + g) * in.rows * N : nullptr, N};
   }
   __device__ __forceinline__ int position(int t) const {
     return t < N && t < C && ids[t] >= 0 && ids[t] < seen ? ids[t] : kNowhere;
@@ -43,7 +47,7 @@ struct Head {
 // parts [E, Hkv, rows, chunks]; the grid is (chunks, tiles of rows, E * Hkv).
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
-    token_log_sums(WindowScoreArgs a, const float* queries, LogSum* parts) {
+    token_log_sums(WindowScoreArgs a, const float* queries, LogSum* parts, float* kept) {
   __shared__ TileShared shared;
   const int e = blockIdx.z / a.Hkv, g = blockIdx.z % a.Hkv;
   if (a.evict_slots[e] < 0) return;
@@ -51,7 +55,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int first = blockIdx.x * kChunk, last = min(a.N, first + kChunk);
   LogSum* out = parts + std::int64_t{blockIdx.z} * head.in.rows * gridDim.x + blockIdx.x;
   row_log_sums(
-      shared, head.in, head.causal, blockIdx.y * kTileRows, first, last,
+      shared, head.in, head.causal, head.kept(kept, e, g), blockIdx.y * kTileRows, first, last,
       [&](int t) { return head.position(t); },
       [&](int row, LogSum sum) { out[row * gridDim.x] = sum; });
 }
@@ -59,9 +63,9 @@ __global__ void __launch_bounds__(kTileThreads)
 // What the window pays to each token: paid [E, Hq, N]; the grid is (tiles of tokens, Hkv, E).
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
-    pay(WindowScoreArgs a, const float* queries, const float* log_sums, float* paid) {
+    pay(WindowScoreArgs a, const float* queries, const float* log_sums, float* kept, float* paid) {
   __shared__ TileShared shared;
-  __shared__ float shares[kTileRows][kTileTokens + 1];
+  __shared__ TileShares shares;
   const int g = blockIdx.y, e = blockIdx.z, first_token = blockIdx.x * kTileTokens;
   if (a.evict_slots[e] < 0) return;
   const Head<T> head(a, queries, e, g);
@@ -76,16 +80,8 @@ __global__ void __launch_bounds__(kTileThreads)
   const bool older = shared.position[token] < head.seen - a.W;
   float sum = 0.0f;
   for (int row = 0; row < rows; row += kTileRows) {
-    Held logit;
-    tile_products(shared, head.in, row, first_token, logit);
-    for (int r = 0; r < kHeldRows; ++r) {
-      const int at = row + held_row(r), limit = head.causal.limit(at, rows);
-      for (int i = 0; i < kHeldTokens; ++i) {
-        const bool sees = shared.position[held_token(i)] <= limit;
-        shares[held_row(r)][held_token(i)] = sees ? share_of(logit[r][i], log_sums[at]) : 0.0f;
-      }
-    }
-    __syncthreads();
+    tile_shares(shared, head.in, head.causal, head.kept(kept, e, g), log_sums, row, first_token,
+                shares);
     for (int r = 0; r < kTileRows && row + r < rows; ++r) {
       const int w = (row + r) % a.W;
       sum = w == 0 ? shares[r][token] : reduced(kind, sum, shares[r][token]);
@@ -120,11 +116,17 @@ __global__ void __launch_bounds__(kThreads) pool(WindowScoreArgs a, const float*
 
 // Parts of the workspace.
 struct Space {
-  std::size_t rows, queries, log_sums, parts, paid;
+  std::size_t rows, queries, log_sums, parts, paid, kept;
 };
 Space space_of(const WindowScoreArgs& a) {
   const std::size_t rows = std::size_t{1} * a.E * a.Hq * a.W;
-  return {rows, rows * a.D, rows, rows * ceil_div(a.N, kChunk), std::size_t{1} * a.E * a.Hq * a.N};
+  const bool keeps = a.Hkv > 0 && keeps_logits(a.dtype, a.Hq / a.Hkv * a.W, a.D);
+  return {rows,
+          rows * a.D,
+          rows,
+          rows * ceil_div(a.N, kChunk),
+          std::size_t{1} * a.E * a.Hq * a.N,
+          keeps ? rows * a.N : 0};
 }
 
 }  // namespace
@@ -132,7 +134,7 @@ Space space_of(const WindowScoreArgs& a) {
 std::size_t window_score_workspace(const WindowScoreArgs& a) {
   const Space space = space_of(a);
   return sizeof(LogSum) * space.parts +
-         sizeof(float) * (space.queries + space.log_sums + space.paid);
+         sizeof(float) * (space.queries + space.log_sums + space.paid + space.kept);
 }
 
 cudaError_t window_score(const WindowScoreArgs& args, void* workspace, cudaStream_t stream) {
@@ -147,6 +149,7 @@ cudaError_t window_score(const WindowScoreArgs& args, void* workspace, cudaStrea
   LogSum* parts = reinterpret_cast<LogSum*>(queries + space.queries);
   float* log_sums = reinterpret_cast<float*>(parts + space.parts);
   float* paid = log_sums + space.log_sums;
+  float* kept = space.kept ? paid + space.paid : nullptr;
   const float scale = 1.0f / std::sqrt(static_cast<float>(args.D));
   cudaError_t error = spread_queries(
       args.dtype, {args.q_window, queries, args.E, args.W, args.Hq, args.D, args.Hkv, scale, false},
@@ -155,10 +158,10 @@ cudaError_t window_score(const WindowScoreArgs& args, void* workspace, cudaStrea
   error = with_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     const dim3 grid(chunks, ceil_div(rows, kTileRows), args.E * args.Hkv);
-    KERNEL_LAUNCH((token_log_sums<T>), grid, kTileThreads, 0, stream, args, queries, parts);
+    KERNEL_LAUNCH((token_log_sums<T>), grid, kTileThreads, 0, stream, args, queries, parts, kept);
     merge_log_sums(parts, log_sums, static_cast<std::int64_t>(space.rows), chunks, stream);
     KERNEL_LAUNCH((pay<T>), dim3(ceil_div(args.N, kTileTokens), args.Hkv, args.E), kTileThreads, 0,
-                  stream, args, queries, log_sums, paid);
+                  stream, args, queries, log_sums, kept, paid);
   });
   if (error != cudaSuccess) return error;
   KERNEL_LAUNCH((pool), dim3(ceil_div(args.N, kThreads), args.R, args.E), kThreads, 0, stream, args,
