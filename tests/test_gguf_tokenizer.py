@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def by_score(text: str) -> list[str]:
     rank = {word: i for i, word in enumerate(WORDS)}
     symbols = list("\u2581" + text.replace(" ", "\u2581"))
     while True:
-        joined = [(rank.get(a + b, 99), i) for i, (a, b) in enumerate(zip(symbols, symbols[1:]))]  # noqa: B905, RUF007
+        pairs = enumerate(itertools.pairwise(symbols))
+        joined = [(rank.get(a + b, 99), i) for i, (a, b) in pairs]
         best, at = min(joined, default=(99, 0))
         if best == 99:
             break

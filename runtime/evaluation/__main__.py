@@ -19,8 +19,7 @@ import typer
 import kvsift
 from kvsift.builder.errors import EngineError, KvsiftError, PackageError, UsageError
 from kvsift.builder.eviction_model import eviction_model
-from kvsift.builder.families import ModelConfig
-from kvsift.builder.package import Limits, load_manifest
+from kvsift.builder.package import Limits, ModelConfig, load_manifest
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import default_model, open_model
