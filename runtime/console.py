@@ -40,28 +40,31 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
-        except KvsiftError as error:
-            message = " ".join(str(error).split())
-            code = EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
         except KeyboardInterrupt:
             print(file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPT) from None
         except BrokenPipeError:
             forget_stdout()
             raise typer.Exit(EXIT_PIPE) from None
-        except (MemoryError, OSError) as error:
-            message = " ".join(str(error).split()) or "out of memory"
-            code = EXIT_FAILURE
         except Exception as error:
-            what = " ".join(str(error).split())
-            message = f"unexpected {type(error).__name__}: {what}; --debug shows where"
-            code = EXIT_FAILURE
-        if debug:
-            traceback.print_exc()
-        print(f"error: {message}", file=sys.stderr)
-        raise typer.Exit(code)
+            if debug:
+                traceback.print_exc()
+            print(f"error: {_one_line(error)}", file=sys.stderr)
+            raise typer.Exit(
+                EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
+            ) from None
 
     return run
+
+
+def _one_line(error: Exception) -> str:
+    """Return the message; errors that nobody foresaw say so and where to look."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (KvsiftError, OSError)):
+        return text
+    if isinstance(error, MemoryError):
+        return f"out of memory; {text or 'free some, or ask for less'}"
+    return f"unexpected {type(error).__name__}: {text}; --debug shows where"
 
 
 def forget_stdout() -> None:

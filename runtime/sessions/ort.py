@@ -121,16 +121,7 @@ class OrtSession:
         if not self._manifest.policy.evicts:
             return None
         x = evictions or self._empty
-        for name, array in (
-            (names.EVICT_SLOTS, x.slots),
-            (names.TOKENS_SEEN, x.tokens_seen),
-            (names.UNIT_IDS, x.unit_ids),
-            (names.BUDGET, x.budget),
-            (names.PIN_SPANS, x.pin_spans),
-            (names.EVICTION_SEED, x.seed),
-            (names.EVICTION_STEP, x.step),
-            (names.PROMPT_END, x.prompt_end),
-        ):
+        for name, array in x.feed().items():
             if name in self._inputs:
                 binding.bind_ortvalue_input(name, _shared(array))
         kept = Kept(
