@@ -24,6 +24,7 @@ from kvsift.runtime.report import print_report
 from kvsift.runtime.seeds import check_seed
 
 DEFAULT_DENSITY = 0.2
+DEFAULT_OUTPUT = 1024
 TARGETS = ("auto", "ort", "tensorrt", "tensorrt-rtx")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -134,7 +135,9 @@ def build_engine(
     max_input: Annotated[
         int | None, typer.Option(help="Longest prompt, tokens; default: the model's positions.")
     ] = None,
-    max_output: Annotated[int, typer.Option(help="Longest answer, tokens.")] = 1024,
+    max_output: Annotated[
+        int | None, typer.Option(help=f"Longest answer, tokens; default {DEFAULT_OUTPUT}.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", hidden=True)] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of requests that name none, 64 bits.")] = 0,
@@ -246,7 +249,7 @@ def _limits(
     config: ModelConfig,
     policy: Policy,
     max_input: int | None,
-    max_output: int,
+    max_output: int | None,
     max_batch: int,
     chunk: int,
     density: float,
@@ -254,9 +257,10 @@ def _limits(
 ) -> Limits:
     positions = config.max_positions
     longest = positions if max_input is None else max_input
+    answer = min(DEFAULT_OUTPUT, positions) if max_output is None else max_output
     for name, value, high, why in (
         ("--max-input", longest, positions, "the model's positions"),
-        ("--max-output", max_output, positions, "the model's positions"),
+        ("--max-output", answer, positions, "the model's positions"),
         ("--max-batch", max_batch, 1024, "the most slots of an engine"),
         ("--chunk", chunk, 1 << 16, "the largest step"),
     ):
@@ -269,7 +273,7 @@ def _limits(
         )
     return Limits(
         max_input=longest,
-        max_output=max_output,
+        max_output=answer,
         max_batch=max_batch,
         density=density,
         max_density=max_density,
