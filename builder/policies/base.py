@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvsift.builder.graph import GraphBuilder
 
@@ -47,6 +47,19 @@ class CommonOptions(Options):
         "uniform", description="uniform, pyramid, or one relative weight per layer"
     )
     pyramid_beta: float = Field(20.0, ge=1, description="steepness of the pyramid")
+
+    @field_validator("layer_budgets", mode="before")
+    @classmethod
+    def _weights(cls, value: Any) -> Any:
+        """Read the command line's `3,2,1`."""
+        if isinstance(value, str) and value not in ("uniform", "pyramid"):
+            try:
+                return tuple(float(part) for part in value.split(","))
+            except ValueError:
+                raise ValueError(
+                    "it must be uniform, pyramid, or one weight per layer such as 3,2,1"
+                ) from None
+        return value
 
 
 class Policy(BaseModel):
