@@ -49,6 +49,7 @@ class Quantize(str, Enum):
 class AttentionForm(str, Enum):
     """Forms of the attention in the graph."""
 
+    auto = "auto"
     gqa = "gqa"
     portable = "portable"
 
@@ -72,7 +73,7 @@ def _list_policies(show: bool) -> None:
                 policy.selector,
                 policy.scope,
                 _unit(policy),
-                "sequence, set per head" if policy.per_head else "sequence",
+                _layout(policy),
                 preset.source,
                 preset.summary,
             ]
@@ -81,6 +82,11 @@ def _list_policies(show: bool) -> None:
     console.print_table("Policies (--eviction NAME)", header, rows)
     print(f"--scorer: {', '.join(sorted(SCORERS))}; --selector: {', '.join(sorted(SELECTORS))}")
     raise typer.Exit
+
+
+def _layout(policy: Policy) -> str:
+    own_sets = policy.per_head and policy.layout == "sequence"
+    return f"{policy.layout}, set per head" if own_sets else policy.layout
 
 
 def _unit(policy: Policy) -> str:
@@ -142,8 +148,12 @@ def build_engine(
     chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", hidden=True)] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of requests that name none, 64 bits.")] = 0,
     attention: Annotated[
-        AttentionForm, typer.Option(help="gqa is faster, portable is standard ONNX only.")
-    ] = AttentionForm.gqa,
+        AttentionForm,
+        typer.Option(
+            help="gqa is faster, portable is standard ONNX only and lets heads differ; "
+            "auto: the fastest that the policy allows."
+        ),
+    ] = AttentionForm.auto,
     all_logits: Annotated[
         bool,
         typer.Option("--all-logits", help="Logits of every prompt token: slow, for evaluation."),
@@ -189,7 +199,7 @@ def build_engine(
     directory = (output or Path(_default_name(path, policy, kept))).expanduser()
     options = BuildOptions(
         quantize=quantize.value,
-        attention=attention.value,
+        attention=None if attention is AttentionForm.auto else attention.value,
         all_logits=all_logits,
         seed=seed,
         force=force,

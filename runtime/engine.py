@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from kvsift.builder.errors import CapacityError, PackageError, UsageError
 from kvsift.builder.package import load_manifest, verify_hashes
-from kvsift.runtime.budgets import BudgetRule, slot_capacity, units_of
+from kvsift.runtime.budgets import BudgetRule, units_of
 from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import GenerationResult
@@ -22,6 +22,7 @@ from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session, Step
 from kvsift.runtime.sessions.ort import OrtSession
+from kvsift.runtime.sizes import slot_tokens, token_bytes
 from kvsift.runtime.slots import (
     Slot,
     compact,
@@ -80,18 +81,7 @@ class Engine:
         if not 1 <= self.max_batch <= 1024:
             raise UsageError(f"max_batch must be in [1, 1024], got {self.max_batch}")
         self.tokenizer = self._load_tokenizer()
-        capacity = slot_capacity(
-            block_size=policy.block_size,
-            sink_units=policy.sink_units,
-            recent_units=policy.recent_units,
-            interval=policy.decode_interval,
-            max_input=limits.max_input,
-            max_output=limits.max_output,
-            max_density=limits.max_density if policy.evicts else 1.0,
-            max_positions=model.max_positions,
-            scope=policy.scope,
-            min_budget_tokens=policy.min_budget_tokens,
-        )
+        capacity = slot_tokens(self.manifest)
         self.budgets = BudgetRule(
             block_size=policy.block_size,
             sink_units=policy.sink_units,
@@ -117,8 +107,7 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
-        model = self.manifest.model
-        return 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+        return token_bytes(self.manifest)
 
     def encode(self, request: Request) -> list[int]:
         """Return the prompt's token ids; UsageError if it is empty or too long."""
@@ -305,9 +294,10 @@ class Engine:
 
     def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
-        budgets = None
+        budgets, recent = None, 0
         if sequence.budget is not None:
-            forced = self.budgets.forced(size, sequence.pins)
+            recent = int(policy.recent_fraction * sequence.budget)
+            forced = self.budgets.forced(size, sequence.pins) + recent
             prompt_units = units_of(size, policy.block_size)
             budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
         return new_slot(
@@ -319,7 +309,7 @@ class Engine:
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
             spare=policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens,
-            recent=int(policy.recent_fraction * (sequence.budget or 0)) * policy.block_size,
+            recent=recent * policy.block_size,
         )
 
     def _load_tokenizer(self) -> Tokenizer:

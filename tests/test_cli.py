@@ -192,6 +192,8 @@ def test_doctor_fails_when_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -
         return expected(q, k, v, keys, values, tuple(max(0, p - 1) for p in past))
 
     monkeypatch.setattr(selftest, "_expected", leaky)
+    selftest.attention_error.cache_clear()
     done = kvsift("doctor")
+    selftest.attention_error.cache_clear()
     assert done.exit_code == 1
     assert "wrong results" in done.stdout
