@@ -6,6 +6,7 @@ both. Options are pydantic models, so that `--set key=value` is checked in one p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,15 +52,21 @@ class CommonOptions(Options):
     @field_validator("layer_budgets", mode="before")
     @classmethod
     def _weights(cls, value: Any) -> Any:
-        """Read the command line's `3,2,1`."""
-        if isinstance(value, str) and value not in ("uniform", "pyramid"):
-            try:
-                return tuple(float(part) for part in value.split(","))
-            except ValueError:
-                raise ValueError(
-                    "it must be uniform, pyramid, or one weight per layer such as 3,2,1"
-                ) from None
-        return value
+        """Read the command line's `3,2,1` (and `3`, which comes as a number), and check it."""
+        if value in ("uniform", "pyramid"):
+            return value
+        parts = value.split(",") if isinstance(value, str) else value
+        parts = [parts] if isinstance(parts, (int, float)) else parts
+        try:
+            weights = tuple(float(part) for part in parts)
+        except (TypeError, ValueError):
+            weights = ()
+        # Their sum must be finite too, or shares could not be told.
+        if not weights or min(weights) <= 0 or not math.isfinite(sum(weights)):
+            raise ValueError(
+                "it must be uniform, pyramid, or one positive weight per layer such as 3,2,1"
+            )
+        return weights
 
 
 class Policy(BaseModel):
