@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +96,36 @@ def test_generate_chat_uses_the_template(engine: Path) -> None:
         (["--prompt", "x", "--system", "y"], ["--chat"]),
         (["--prompt", "x", "--logprobs", "1"], ["--json"]),
         (["--prompt", "x", "--threads", "0"], ["threads"]),
+        (["--prompt", "x\udcff"], ["not valid text", "character 1"]),
     ],
 )
 def test_generate_refuses_bad_requests(engine: Path, args: list[str], words: list[str]) -> None:
     is_error(kvsift("generate", engine, *args), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "words"), [("<&-", 2, "error: empty prompt"), (">&-", 0, "new tokens")]
+)
+def test_closed_streams_are_empty_ones(engine: Path, closed: str, code: int, words: str) -> None:
+    prompt = "" if closed == "<&-" else "--prompt hi"
+    main = "from kvsift.cli import main; main()"
+    line = f'"$0" -c "{main}" generate "$1" --max-tokens 2 --threads 1 {prompt} {closed}'
+    command = ["sh", "-c", line, sys.executable, str(engine)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert words in done.stderr
+
+
+def test_text_beyond_the_terminals_encoding_is_no_error(engine: Path) -> None:
+    args = ["-c", "from kvsift.cli import main; main()", "generate", str(engine)]
+    args += ["--prompt", "a", "--threads", "1", "--stop", "\u20ac", "--max-tokens", "20"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for extra in ([], ["--json"]):
+        command = [sys.executable, *args, "--ignore-eos", *extra]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii()
+    assert not json.loads(done.stdout)["text"].isascii()  # the case is really met
 
 
 def test_generate_names_what_is_wrong_with_a_package(engine: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny import write_hf
 
@@ -70,6 +71,24 @@ def test_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
     assert "".join(pieces) == llm.generate("to be or not", SHORT)[0].text
 
 
+def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
+    ids = [[5, 6, 7], [8, 9, 10]]
+    wanted = texts(llm.generate(ids, SHORT))
+    assert texts(llm.generate(np.array(ids), SHORT)) == wanted
+    assert texts(llm.generate(np.array(ids[0]), SHORT)) == wanted[:1]
+
+
+def test_an_open_stream_keeps_the_engine_to_itself(llm: LLM) -> None:
+    wanted = llm.generate("to be or not", SHORT)[0].text
+    stream = llm.stream("to be or not", SHORT)
+    first = next(stream)
+    with pytest.raises(EngineError, match="still answering an earlier request"):
+        llm.generate("another one", SHORT)
+    assert first + "".join(stream) == wanted
+    assert next(llm.stream("to be or not", SHORT)) == first  # dropped, so closed
+    assert llm.generate("to be or not", SHORT)[0].text == wanted
+
+
 def test_chat_renders_the_template(llm: LLM) -> None:
     talk = [{"role": "user", "content": "hello"}]
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -88,10 +107,24 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         (lambda m: m.generate(["a", ""]), "empty prompt"),
         (lambda m: m.generate([[1, 2], []]), "empty prompt"),
         (lambda m: m.generate([999]), "999 is outside the vocabulary"),
+        (lambda m: m.generate(None), "got None"),
+        (lambda m: m.generate([1.5]), r"got 1\.5 "),
+        (lambda m: m.generate([[1.5]]), r"got 1\.5 "),
+        (lambda m: m.generate(["a", 3]), "text or a list of token ids, got 3 "),
+        (lambda m: m.generate([3, "a"]), "token id must be an integer, got 'a'"),
+        (lambda m: m.generate(b"abc"), "decode bytes"),
+        (lambda m: m.generate("a\ud800"), r"character 1 .*ud800"),
         (lambda m: m.chat([]), "no messages"),
+        (lambda m: m.chat(5), "no messages in 5"),
+        (lambda m: m.chat([5]), "no messages in 5"),
+        (lambda m: list(m.stream(None)), "got None"),
+        (lambda m: list(m.stream("a", {"seed": 1})), "SamplingParams"),
         (lambda m: list(m.stream("")), "empty prompt"),
         (lambda m: LLM(m.engine.directory, threads=0), "threads"),
+        (lambda m: LLM(m.engine.directory, threads="2"), "threads"),
+        (lambda m: LLM(m.engine.directory, threads=100_000), "threads"),
         (lambda m: LLM(m.engine.directory, max_batch=0), "max_batch"),
+        (lambda m: LLM(m.engine.directory, max_batch="4"), "max_batch"),
     ],
 )
 def test_wrong_arguments_are_usage_errors(llm: LLM, call: Any, words: str) -> None:
