@@ -103,6 +103,14 @@ def test_build_refuses_bad_values(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_damaged_tokenizer_stops_the_build(tmp_path: Path) -> None:
+    damaged = write_hf(tmp_path / "model")
+    file = damaged / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:1000])
+    is_error(build(damaged, "-o", tmp_path / "out"), 1, str(file), "cannot be read", "copy it")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("app", "args", "hint"),
     [

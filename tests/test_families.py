@@ -152,6 +152,7 @@ def test_variants_that_change_nothing_are_accepted(family: str, overrides: dict[
         ("llama", {"model_type": "gemma", "architectures": []}, "gemma.*known: llama"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassif"),
         ("llama", {"architectures": ["Qwen2ForCausalLM"]}, "disagree"),
+        ("llama", {"architectures": 7}, "architectures is 7; it must be a list"),
         ("mistral", {"sliding_window": 64}, "sliding_window 64"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
          "sliding_window 9"),
