@@ -293,6 +293,8 @@ BUILD_AND = """
     from kvsift.builder.policies import resolve
     from kvsift.builder.targets.ort import build
     from kvsift.builder.weights import open_model
+    # A shell's background job passes on that SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     limits = Limits(max_input=64, max_output=64, max_batch=1, density=0.2, max_density=0.2)
     source, seen = open_model(Path(sys.argv[1])), []
     def progress(size):
