@@ -321,6 +321,7 @@ class Engine:
     def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
         budgets, recent = None, 0
+        spare = policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens
         if sequence.budget is not None:
             recent = int(policy.recent_fraction * sequence.budget)
             forced = self.budgets.forced(size, sequence.pins) + recent
@@ -334,7 +335,7 @@ class Engine:
             budgets,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
-            spare=policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens,
+            spare=min(model.max_positions - size, spare),
             recent=recent * policy.block_size,
         )
 

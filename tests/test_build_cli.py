@@ -82,6 +82,7 @@ def test_gguf_names_lose_their_quantisation(tmp_path: Path) -> None:
         (["--set", "window=0"], ["window=0"]),
         (["--set", "block_size=inf"], ["block_size must be a power of two", "inf"]),
         (["--set", "block_size=1.5"], ["block_size must be a power of two", "1.5"]),
+        (["--set", "pyramid_beta=inf"], ["pyramid_beta=inf", "finite"]),
         (["--set", "layer_budgets=nan,1"], ["one positive weight per layer", "nan,1"]),
         (["--set", "layer_budgets=0,1"], ["one positive weight per layer", "0,1"]),
         (["--set", "layer_budgets=1e308,1e308"], ["one positive weight per layer"]),

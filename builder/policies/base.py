@@ -26,7 +26,8 @@ TOKEN_INTERVAL = 32
 class Options(BaseModel):
     """Base of option models: unknown keys and values outside their range are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # JSON, and so the manifest, has no infinity.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class CommonOptions(Options):
