@@ -104,6 +104,12 @@ def test_build_refuses_bad_values(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_end_token_that_is_no_id_is_named(tmp_path: Path) -> None:
+    wrong = write_hf(tmp_path / "model", eos_token_id=1)
+    (wrong / "generation_config.json").write_text('{"eos_token_id": [{}, 2]}')
+    is_error(build(wrong, "-o", tmp_path / "out"), 1, "eos_token_ids.0 is {}", "valid integer")
+
+
 def test_a_damaged_tokenizer_stops_the_build(tmp_path: Path) -> None:
     damaged = write_hf(tmp_path / "model")
     file = damaged / "tokenizer.json"

@@ -170,4 +170,5 @@ def _end_tokens(raw: dict[str, Any], path: Path) -> list[int]:
     for source in sources:
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
-    return list(dict.fromkeys(found))
+    # By equality: what is no id, and perhaps has no hash, is for the config's own check to name.
+    return [end for i, end in enumerate(found) if end not in found[:i]]
