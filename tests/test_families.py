@@ -201,8 +201,8 @@ def test_what_the_decoder_cannot_express_is_refused(
     ],
 )
 def test_frequencies_equal_transformers(head_dim: int, scaling: dict[str, Any] | None) -> None:
-    pytest.importorskip("torch")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers.models.llama import modeling_llama as llama
+
     raw = hf_config("llama", rope=scaling, head_dim=head_dim, rope_theta=5e5)
     rope = from_hf_config(raw).rope
     theirs = llama.LlamaRotaryEmbedding(llama.LlamaConfig(**raw))

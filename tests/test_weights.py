@@ -233,8 +233,10 @@ def test_bin_files_are_never_unpickled(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parity
 def test_bin_files_load_through_torch(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     write_hf(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     weights = random_weights(from_hf_config(hf_config("llama")))
@@ -313,8 +315,9 @@ def test_default_model_opens() -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_tensors_equal_transformers(family: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     path = write_gguf(tmp_path / "m.gguf", family, quant=KIND.Q8_0)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
