@@ -129,12 +129,12 @@ def needles_command(
 
 
 @app.command("tables")
-def tables_command(out: Out) -> None:
+def tables_command(out: Out, reference: Reference = PAPER) -> None:
     """Print the fidelity and needle results of a directory side by side.
 
     Example: python -m kvsift.runtime.evaluation tables --out results
     """
-    print(runner.summary(out), end="")
+    print(runner.summary(out, reference), end="")
 
 
 def _fidelity(
