@@ -14,7 +14,7 @@ from tiny import CHAT_TEMPLATE, SPECIAL, tokenizer, write_gguf, write_hf
 from tokenizers import Tokenizer
 
 from kvsift.builder.errors import ModelError
-from kvsift.builder.weights import default_model, open_model
+from kvsift.builder.weights import open_model
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -172,13 +172,8 @@ def test_directory_files_are_copied(tmp_path: Path) -> None:
         saved(tmp_path / "m", tmp_path / "out")
 
 
-@pytest.mark.smollm2
-def test_default_model_splits_digits_and_keeps_text(tmp_path: Path) -> None:
-    try:
-        path = default_model()
-    except ModelError as error:
-        pytest.skip(str(error))
-    made, config = saved(path, tmp_path)
+def test_default_model_splits_digits_and_keeps_text(smollm2_gguf: Path, tmp_path: Path) -> None:
+    made, config = saved(smollm2_gguf, tmp_path)
     assert made.encode("in 2024").tokens == ["in", "\u0120", "2", "0", "2", "4"]
     text = (
         "<|im_start|>user\ncaf\u00e9 \u2192 x=12.5\n\n   def f():\n\treturn \U0001f642<|im_end|>\n"

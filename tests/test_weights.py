@@ -14,7 +14,7 @@ from tiny import FAMILIES, hf_config, permute, random_weights, write_gguf, write
 
 from kvsift.builder.errors import ModelError
 from kvsift.builder.families import from_hf_config, tensor_shapes
-from kvsift.builder.weights import default_model, open_model
+from kvsift.builder.weights import open_model
 from kvsift.builder.weights.gguf import unpermute
 
 KIND = gguf.GGMLQuantizationType
@@ -299,13 +299,8 @@ def test_flipped_header_bytes_never_escape_as_other_errors(tmp_path: Path) -> No
     assert refused > 10
 
 
-@pytest.mark.smollm2
-def test_default_model_opens() -> None:
-    try:
-        path = default_model()
-    except ModelError as error:
-        pytest.skip(str(error))
-    source = open_model(path)
+def test_default_model_opens(smollm2_gguf: Path) -> None:
+    source = open_model(smollm2_gguf)
     config = source.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
     assert (config.max_positions, config.tied_embeddings, config.rope.theta) == (8192, True, 1e5)
