@@ -24,6 +24,7 @@ from kvsift.runtime.report import print_report
 from kvsift.runtime.seeds import check_seed
 
 DEFAULT_DENSITY = 0.2
+DEFAULT_OUTPUT = 1024
 TARGETS = ("auto", "ort", "tensorrt", "tensorrt-rtx")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -48,6 +49,7 @@ class Quantize(str, Enum):
 class AttentionForm(str, Enum):
     """Forms of the attention in the graph."""
 
+    auto = "auto"
     gqa = "gqa"
     portable = "portable"
 
@@ -71,7 +73,7 @@ def _list_policies(show: bool) -> None:
                 policy.selector,
                 policy.scope,
                 _unit(policy),
-                "sequence, set per head" if policy.per_head else "sequence",
+                _layout(policy),
                 preset.source,
                 preset.summary,
             ]
@@ -80,6 +82,11 @@ def _list_policies(show: bool) -> None:
     console.print_table("Policies (--eviction NAME)", header, rows)
     print(f"--scorer: {', '.join(sorted(SCORERS))}; --selector: {', '.join(sorted(SELECTORS))}")
     raise typer.Exit
+
+
+def _layout(policy: Policy) -> str:
+    own_sets = policy.per_head and policy.layout == "sequence"
+    return f"{policy.layout}, set per head" if own_sets else policy.layout
 
 
 def _unit(policy: Policy) -> str:
@@ -134,13 +141,19 @@ def build_engine(
     max_input: Annotated[
         int | None, typer.Option(help="Longest prompt, tokens; default: the model's positions.")
     ] = None,
-    max_output: Annotated[int, typer.Option(help="Longest answer, tokens.")] = 1024,
+    max_output: Annotated[
+        int | None, typer.Option(help=f"Longest answer, tokens; default {DEFAULT_OUTPUT}.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", hidden=True)] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of requests that name none, 64 bits.")] = 0,
     attention: Annotated[
-        AttentionForm, typer.Option(help="gqa is faster, portable is standard ONNX only.")
-    ] = AttentionForm.gqa,
+        AttentionForm,
+        typer.Option(
+            help="gqa is faster, portable is standard ONNX only and lets heads differ; "
+            "auto: the fastest that the policy allows."
+        ),
+    ] = AttentionForm.auto,
     all_logits: Annotated[
         bool,
         typer.Option("--all-logits", help="Logits of every prompt token: slow, for evaluation."),
@@ -186,7 +199,7 @@ def build_engine(
     directory = (output or Path(_default_name(path, policy, kept))).expanduser()
     options = BuildOptions(
         quantize=quantize.value,
-        attention=attention.value,
+        attention=None if attention is AttentionForm.auto else attention.value,
         all_logits=all_logits,
         seed=seed,
         force=force,
@@ -246,7 +259,7 @@ def _limits(
     config: ModelConfig,
     policy: Policy,
     max_input: int | None,
-    max_output: int,
+    max_output: int | None,
     max_batch: int,
     chunk: int,
     density: float,
@@ -254,9 +267,10 @@ def _limits(
 ) -> Limits:
     positions = config.max_positions
     longest = positions if max_input is None else max_input
+    answer = min(DEFAULT_OUTPUT, positions) if max_output is None else max_output
     for name, value, high, why in (
         ("--max-input", longest, positions, "the model's positions"),
-        ("--max-output", max_output, positions, "the model's positions"),
+        ("--max-output", answer, positions, "the model's positions"),
         ("--max-batch", max_batch, 1024, "the most slots of an engine"),
         ("--chunk", chunk, 1 << 16, "the largest step"),
     ):
@@ -269,7 +283,7 @@ def _limits(
         )
     return Limits(
         max_input=longest,
-        max_output=max_output,
+        max_output=answer,
         max_batch=max_batch,
         density=density,
         max_density=max_density,

@@ -16,8 +16,8 @@ from kvsift.builder import names
 from kvsift.builder.bodies import Dims, body
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import FLOAT, INT32, GraphBuilder, value
-from kvsift.builder.memory import window_features
 from kvsift.builder.ops import TABLE
+from kvsift.builder.package import window_features
 from kvsift.builder.policies import SCORERS
 from kvsift.builder.policies.base import AllLayers, Policy, ScoreInputs
 from kvsift.builder.policies.nodes import call

@@ -12,8 +12,8 @@ from kvsift.builder import eviction, names
 from kvsift.builder.errors import UsageError
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import FLOAT, IR_VERSION, GraphBuilder, value
-from kvsift.builder.memory import window_features
 from kvsift.builder.ops import DOMAIN, OPSET
+from kvsift.builder.package import window_features
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.states import STATES
 

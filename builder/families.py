@@ -170,6 +170,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def _family(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"architectures is {_short(architectures)}; it must be a list of names")
     named = [_CAUSAL_LM.get(a) for a in architectures]
     if architectures and None in named:
         raise ModelError(

@@ -13,17 +13,12 @@ import onnx_ir as ir
 from kvsift.builder import names
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import FLOAT, INT32, GraphBuilder
+from kvsift.builder.package import window_features
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.policies.nodes import call
 from kvsift.builder.states import STATES
 
 Declare = Callable[[str, ir.DataType, Sequence[int | str]], ir.Value]
-
-
-def window_features(config: ModelConfig, policy: Policy) -> int:
-    """Return the width Hq*D of a layer's query window, 0 when the policy needs none."""
-    heads = {"none": 0, "mean": 1, "all": config.num_heads}[policy.window_heads]
-    return heads * config.head_dim
 
 
 class Memory:

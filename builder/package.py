@@ -21,13 +21,22 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.ops import OPS_VERSION
-from kvsift.builder.policies.base import Policy as Policy  # what the runtime knows of policies
+from kvsift.builder.policies.base import Layout  # what the runtime knows of policies
+from kvsift.builder.policies.base import Policy as Policy
+
+__all__ = ["Layout", "Manifest", "ModelConfig", "Policy", "load_manifest", "window_features"]
 
 MANIFEST = "kvsift.json"
 GRAPH = "model.onnx"
 WEIGHTS = "model.data"
 #: Raised whenever an older runtime could misread a package.
 SCHEMA_VERSION = 1
+
+
+def window_features(config: ModelConfig, policy: Policy) -> int:
+    """Return the width Hq*D of a layer's query window, 0 when the policy needs none."""
+    heads = {"none": 0, "mean": 1, "all": config.num_heads}[policy.window_heads]
+    return heads * config.head_dim
 
 
 class TensorSpec(BaseModel):

@@ -127,7 +127,8 @@ def generate(
     request = _request(llm, text, system, chat, sampling, evict)
     result = _run(llm, request, show=stream and not as_json)
     if as_json:
-        print(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False), flush=True)
+        ascii_only = sys.stdout.encoding.lower() != "utf-8"
+        print(json.dumps(result.to_dict(), ensure_ascii=ascii_only, allow_nan=False), flush=True)
         return
     print("" if stream else result.text, flush=True)
     print(_figures(result), file=sys.stderr)

@@ -222,6 +222,11 @@ class BudgetRule:
     def _too_large(self, wanted: str, forced: int, new_tokens: int) -> CapacityError:
         """Return the error that says what was asked for and what this engine's slots can hold."""
         largest = self.largest(new_tokens)
+        if self.scope == "none":
+            return CapacityError(
+                f"prompt and answer may reach {wanted.split()[0]} tokens, but a slot has "
+                f"{self.capacity}; lower max_tokens, or rebuild with a larger --max-output"
+            )
         if largest <= forced:
             fix = f"{forced} units are forced: pin or generate fewer tokens"
         else:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.memory import window_features
-from kvsift.builder.package import Manifest
+from kvsift.builder.package import Manifest, window_features
 from kvsift.builder.states import STATES
 
 Floats = NDArray[np.float32]

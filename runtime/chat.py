@@ -100,8 +100,11 @@ class ChatTemplate:
         `variables` (tools, documents, enable_thinking ...) go to the template as they are.
         UsageError if a message has no role or the template refuses the messages.
         """
-        if not messages:
-            raise UsageError("no messages; give at least one with a role and a content")
+        if not messages or not isinstance(messages, Sequence):
+            raise UsageError(
+                f"no messages in {messages!r:.60}; give a list with at least one: "
+                '[{"role": "user", "content": "..."}]'
+            )
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise UsageError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import math
 import os
 import re
 import sys
@@ -36,32 +38,45 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         debug = bool(kwargs.get("debug")) or os.environ.get("KVSIFT_DEBUG") == "1"
+        _mend_streams()
         try:
             return function(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
-        except KvsiftError as error:
-            message = " ".join(str(error).split())
-            code = EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
         except KeyboardInterrupt:
             print(file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPT) from None
         except BrokenPipeError:
             forget_stdout()
             raise typer.Exit(EXIT_PIPE) from None
-        except (MemoryError, OSError) as error:
-            message = " ".join(str(error).split()) or "out of memory"
-            code = EXIT_FAILURE
         except Exception as error:
-            what = " ".join(str(error).split())
-            message = f"unexpected {type(error).__name__}: {what}; --debug shows where"
-            code = EXIT_FAILURE
-        if debug:
-            traceback.print_exc()
-        print(f"error: {message}", file=sys.stderr)
-        raise typer.Exit(code)
+            if debug:
+                traceback.print_exc()
+            print(f"error: {_one_line(error)}", file=sys.stderr)
+            raise typer.Exit(
+                EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
+            ) from None
 
     return run
+
+
+def _mend_streams() -> None:
+    """Make closed streams empty ones, and print what an encoding lacks as '?' rather than fail."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _one_line(error: Exception) -> str:
+    """Return the message; errors that nobody foresaw say so and where to look."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (KvsiftError, OSError)):
+        return text
+    if isinstance(error, MemoryError):
+        return f"out of memory; {text or 'free some, or ask for less'}"
+    return f"unexpected {type(error).__name__}: {text}; --debug shows where"
 
 
 def forget_stdout() -> None:
@@ -74,7 +89,7 @@ def forget_stdout() -> None:
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as '8GiB', '512M' or '4096' (units are powers of 1024)."""
     match = _SIZE.fullmatch(text)
-    if not match or float(match[1]) == 0:
+    if not match or not 0 < float(match[1]) < math.inf:
         raise UsageError(f"memory must be a size such as 8GiB or 512MiB, got {text!r}")
     return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 

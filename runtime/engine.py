@@ -12,16 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvsift.builder.errors import CapacityError, PackageError, UsageError
+from kvsift.builder.errors import CapacityError, EngineError, PackageError, UsageError
 from kvsift.builder.package import load_manifest, verify_hashes
-from kvsift.runtime.budgets import BudgetRule, slot_capacity, units_of
+from kvsift.runtime.budgets import BudgetRule, units_of
 from kvsift.runtime.layer_budgets import layer_budgets
-from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.params import EvictionParams, SamplingParams, check_integer, prompt_ids
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session, Step
 from kvsift.runtime.sessions.ort import OrtSession
+from kvsift.runtime.sizes import slot_tokens, token_bytes
 from kvsift.runtime.slots import (
     Slot,
     compact,
@@ -34,6 +35,8 @@ from kvsift.runtime.slots import (
 )
 
 Logits = NDArray[np.float32]
+#: More than any machine has; ONNX Runtime starts all that it is told to.
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -77,21 +80,11 @@ class Engine:
             verify_hashes(self.directory, self.manifest)
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
-        if not 1 <= self.max_batch <= 1024:
-            raise UsageError(f"max_batch must be in [1, 1024], got {self.max_batch}")
+        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", 1024)
+        if threads is not None:
+            check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
         self.tokenizer = self._load_tokenizer()
-        capacity = slot_capacity(
-            block_size=policy.block_size,
-            sink_units=policy.sink_units,
-            recent_units=policy.recent_units,
-            interval=policy.decode_interval,
-            max_input=limits.max_input,
-            max_output=limits.max_output,
-            max_density=limits.max_density if policy.evicts else 1.0,
-            max_positions=model.max_positions,
-            scope=policy.scope,
-            min_budget_tokens=policy.min_budget_tokens,
-        )
+        capacity = slot_tokens(self.manifest)
         self.budgets = BudgetRule(
             block_size=policy.block_size,
             sink_units=policy.sink_units,
@@ -109,6 +102,7 @@ class Engine:
         self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
         self._requests = 0
+        self._busy = False
         #: Overwrite what is evicted or stale: tests use it to show that it changes nothing. With
         #: NaN, or with large numbers in the portable form, which multiplies stale rows by 0.
         self.poison = False
@@ -117,21 +111,14 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
-        model = self.manifest.model
-        return 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+        return token_bytes(self.manifest)
 
     def encode(self, request: Request) -> list[int]:
         """Return the prompt's token ids; UsageError if it is empty or too long."""
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            ids = list(
-                self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens).ids
-            )
-        else:
-            ids = [int(i) for i in prompt]
+        ids = self._ids(request)
         vocab, limits = self.manifest.model.vocab_size, self.manifest.limits
         positions = self.manifest.model.max_positions
-        if not ids or not prompt:
+        if not ids:
             raise UsageError("empty prompt: there is nothing to condition on; give some text")
         if wrong := next((i for i in ids if not 0 <= i < vocab), None):
             raise UsageError(f"token id {wrong} is outside the vocabulary [0, {vocab})")
@@ -147,13 +134,41 @@ class Engine:
             )
         return ids
 
+    def _ids(self, request: Request) -> list[int]:
+        """Return the ids of the prompt, none for the empty text; UsageError if it is neither."""
+        prompt = request.prompt
+        if not isinstance(prompt, str):
+            return prompt_ids(prompt)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the prompt is not valid text: character {error.start} is the half code "
+                f"{prompt[error.start]!a}, which no UTF-8 text has; mend its encoding"
+            ) from None
+        encoded = self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        return list(encoded.ids) if prompt else []
+
     def run(self, requests: Iterable[Request]) -> Iterator[Update]:
         """Run requests, as many at once as there are slots, and yield their news in order of time.
 
         All requests are checked first: a bad one raises before anything runs. Closing the
-        iterator early frees the slots.
+        iterator early frees the slots; EngineError while another one is open, since both would
+        write into the same slots.
         """
         waiting = deque(self._prepare(i, r) for i, r in enumerate(requests))
+        if self._busy:
+            raise EngineError(
+                "the engine is still answering an earlier request; read its stream to the end or "
+                "close() it first, give all prompts at once, or load a second engine"
+            )
+        self._busy = True
+        try:
+            yield from self._run(waiting)
+        finally:
+            self._busy = False
+
+    def _run(self, waiting: deque[RunningSequence]) -> Iterator[Update]:
         running: dict[int, RunningSequence] = {}
         while waiting or running:
             while waiting and len(running) < self.max_batch:
@@ -305,9 +320,11 @@ class Engine:
 
     def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
-        budgets = None
+        budgets, recent = None, 0
+        spare = policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens
         if sequence.budget is not None:
-            forced = self.budgets.forced(size, sequence.pins)
+            recent = int(policy.recent_fraction * sequence.budget)
+            forced = self.budgets.forced(size, sequence.pins) + recent
             prompt_units = units_of(size, policy.block_size)
             budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
         return new_slot(
@@ -318,8 +335,8 @@ class Engine:
             budgets,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
-            spare=policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens,
-            recent=int(policy.recent_fraction * (sequence.budget or 0)) * policy.block_size,
+            spare=min(model.max_positions - size, spare),
+            recent=recent * policy.block_size,
         )
 
     def _load_tokenizer(self) -> Tokenizer:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.builder.errors import UsageError
-from kvsift.builder.policies.base import Policy
+from kvsift.builder.package import Policy
 
 Ints = NDArray[np.int32]
 

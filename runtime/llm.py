@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -34,8 +35,6 @@ class LLM:
         max_batch: int | None = None,
         threads: int | None = None,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads must be at least 1, got {threads}; leave it out for all")
         directory = Path(engine_dir).expanduser()
         self.engine = Engine(directory, max_batch=max_batch, threads=threads)
 
@@ -71,7 +70,8 @@ class LLM:
 
         The model's chat template makes the prompt; `variables` go to it as they are.
         """
-        single = not messages or isinstance(messages[0], Mapping)
+        single = not isinstance(messages, Sequence) or not messages
+        single = single or isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if single else messages
         sampling = _spread("sampling_params", sampling_params, SamplingParams, len(talks))
         evict = _spread("eviction", eviction, EvictionParams, len(talks))
@@ -89,11 +89,12 @@ class LLM:
         eviction: EvictionParams | None = None,
     ) -> Iterator[str]:
         """Yield the answer to a prompt, or to messages, piece by piece as it becomes certain."""
-        sampling, evict = sampling_params or SamplingParams(), eviction or EvictionParams()
-        if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
-            request = Request(cast(Prompt, prompt), sampling, evict)
-        else:
+        sampling = _spread("sampling_params", sampling_params, SamplingParams, 1)[0]
+        evict = _spread("eviction", eviction, EvictionParams, 1)[0]
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             request = self.chat_request(cast(Conversation, prompt), sampling, evict)
+        else:
+            request = Request(cast(Prompt, prompt), sampling, evict)
         return (update.text for update in self.engine.run([request]) if update.text)
 
     def chat_request(
@@ -114,9 +115,10 @@ class LLM:
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts from one prompt or several; a list of numbers is one prompt."""
-    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], (str, Sequence))):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        return [cast(Prompt, prompts)]  # the engine refuses what is no prompt
+    items: list[Prompt] = list(cast(Sequence[Prompt], prompts))
+    return [cast(Prompt, items)] if items and isinstance(items[0], Integral) else items
 
 
 def _spread(

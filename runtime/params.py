@@ -25,8 +25,8 @@ def _set(instance: object, name: str, value: object) -> None:
     object.__setattr__(instance, name, value)
 
 
-def _integer(name: str, value: object, low: int, fix: str, high: int | None = None) -> int:
-    """Return `value` as an int in [low, high]; bool and everything not integral is refused."""
+def check_integer(name: str, value: object, low: int, fix: str, high: int | None = None) -> int:
+    """Return `value` as an int in [low, high]; UsageError for bool and all that is not integral."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise UsageError(
             f"{name} must be an integer, got {_show(value)} ({type(value).__name__}); {fix}"
@@ -73,6 +73,17 @@ def _items(name: str, value: object, kind: str) -> list[object]:
     return list(value)
 
 
+def prompt_ids(prompt: object) -> list[int]:
+    """Return a prompt's token ids; UsageError if it is no list of integers."""
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+        raise UsageError(
+            f"a prompt must be text or a list of token ids, got {_show(prompt)} "
+            f"({type(prompt).__name__}); decode bytes, and give several prompts as a list"
+        )
+    fix = "give a text, or ids of the model's vocabulary"
+    return [check_integer("a token id", i, -INT32_MAX, fix) for i in prompt]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when generation ends; raises UsageError if out of range.
@@ -96,10 +107,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         fix = "use 0 to read the prompt only"
-        _set(self, "max_tokens", _integer("max_tokens", self.max_tokens, 0, fix))
+        _set(self, "max_tokens", check_integer("max_tokens", self.max_tokens, 0, fix))
         fix = "0 is greedy, 0.7 is usual"
         _set(self, "temperature", _in_range("temperature", self.temperature, "[0, inf)", fix))
-        _set(self, "top_k", _integer("top_k", self.top_k, 0, "use 0 to switch it off"))
+        _set(self, "top_k", check_integer("top_k", self.top_k, 0, "use 0 to switch it off"))
         _set(self, "top_p", _in_range("top_p", self.top_p, "(0, 1]", "use 1 to switch it off"))
         _set(self, "min_p", _in_range("min_p", self.min_p, "[0, 1]", "use 0 to switch it off"))
         penalty = _in_range(
@@ -109,7 +120,7 @@ class SamplingParams:
         _set(self, "stop", self._stop_strings())
         ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         fix = "give ids of the model's vocabulary"
-        _set(self, "stop_token_ids", tuple(_integer("stop_token_ids", i, 0, fix) for i in ids))
+        _set(self, "stop_token_ids", tuple(check_integer("stop_token_ids", i, 0, fix) for i in ids))
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(
                 f"ignore_eos must be true or false, got {_show(self.ignore_eos)}; "
@@ -117,7 +128,7 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             fix = "leave it out for no log probabilities"
-            _set(self, "logprobs", _integer("logprobs", self.logprobs, 0, fix))
+            _set(self, "logprobs", check_integer("logprobs", self.logprobs, 0, fix))
         if self.seed is not None:
             _set(self, "seed", check_seed("seed", self.seed))
 
@@ -160,7 +171,7 @@ class EvictionParams:
             _set(self, "density", _in_range("density", self.density, "(0, 1]", fix))
         if self.budget_tokens is not None:
             fix = "give the tokens to keep, or density instead"
-            tokens = _integer("budget_tokens", self.budget_tokens, 1, fix)
+            tokens = check_integer("budget_tokens", self.budget_tokens, 1, fix)
             _set(self, "budget_tokens", tokens)
         if self.density is not None and self.budget_tokens is not None:
             raise UsageError(
@@ -169,7 +180,7 @@ class EvictionParams:
             )
         if self.min_budget_tokens is not None:
             fix = "use 0 for no minimum"
-            tokens = _integer("min_budget_tokens", self.min_budget_tokens, 0, fix)
+            tokens = check_integer("min_budget_tokens", self.min_budget_tokens, 0, fix)
             _set(self, "min_budget_tokens", tokens)
         if self.eviction_seed is not None:
             _set(self, "eviction_seed", check_seed("eviction_seed", self.eviction_seed))
@@ -182,7 +193,7 @@ def _span(item: object) -> Span:
     pair = _items("pin", item, "(start, end) spans")
     if len(pair) != 2:
         raise UsageError(f"pin must be a list of (start, end), got {_show(item)}; {fix}")
-    start, end = (_integer("pin", value, 0, fix, INT32_MAX) for value in pair)
+    start, end = (check_integer("pin", value, 0, fix, INT32_MAX) for value in pair)
     if start >= end:
         raise UsageError(f"pin must have start < end, got ({start}, {end}); {fix}")
     return start, end

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.families import ModelConfig
-from kvsift.builder.package import Manifest
-from kvsift.builder.policies.base import Layout, Policy
+from kvsift.builder.package import Layout, Manifest, ModelConfig, Policy
 from kvsift.runtime.cache import KVCache, LayerRows, Rows
 from kvsift.runtime.seeds import split_seed
 from kvsift.runtime.sessions import Evictions, Kept

@@ -138,9 +138,9 @@ class Trace:
     `kept` holds the unit ids [L, R, n] right after each eviction and `seen` the true tokens then;
     `ids` those at the end. `logits` has one row per step, `positions` the ids that the steps of
     decode used. `keys` and `values` [L, Hkv, rows, D] are the slot's rows at the end, and
-    `positions_held` [L, R, rows] where they come from (-1: nowhere). `wrong_rows` counts cached rows that are
-    not, bit for bit, what the graph wrote for their position; `most_rows` is the most that the
-    slot has held.
+    `positions_held` [L, R, rows] where they come from (-1: nowhere). `wrong_rows` counts cached
+    rows that are not, bit for bit, what the graph wrote for their position; `most_rows` is the
+    most that the slot has held.
     """
 
     slot: int = -1

@@ -90,6 +90,10 @@ def test_rows_hold_what_the_floor_needs(record: tuple[dict[str, Any], str]) -> N
         # Two intervals of 32 steps, and one eviction of every sequence in each.
         assert row["steps"] == 64
         assert row["eviction_steps"] == 2 * row["batch"]
+        rate = row["eviction_steps"] / row["steps"]
+        whole = row["evicted_ms"] + rate * row["eviction_ms"]
+        assert row["evicted_amortised_ms"] == pytest.approx(whole)
+        assert row["eviction_share_decode"] == pytest.approx(rate * row["eviction_ms"] / whole)
         assert row["evicted_ms"] > 0
         assert row["dense_ms"] > 0
 

@@ -205,3 +205,19 @@ def test_a_closed_run_leaves_the_engine_usable(engines: Engines) -> None:
 def test_max_batch_is_checked(engines: Engines) -> None:
     with pytest.raises(UsageError, match=r"max_batch must be in \[1, 1024\], got 0"):
         Engine(engines.package("nexus"), max_batch=0)
+
+
+def test_a_huge_answer_limit_takes_no_memory(engines: Engines) -> None:
+    limits = {"max_input": 1024, "density": 1.0}
+    for engine in (
+        engines("full", limits=limits),
+        engines("nexus", limits=limits, options={"decode_interval": 32 << 40}),
+    ):
+        engine.generate([request(5, 1 << 50, stop_token_ids=range(512))])
+        assert engine.cache.capacity <= 1024
+
+
+def test_a_dense_engine_says_what_lets_a_long_answer_fit(engines: Engines) -> None:
+    engine = engines("full", limits={"density": 1.0, "max_input": 100, "max_output": 50})
+    with pytest.raises(CapacityError, match=r"reach 300 tokens.* has 150; .*--max-output$"):
+        engine.generate([request(100, 200)])

@@ -152,6 +152,7 @@ def test_variants_that_change_nothing_are_accepted(family: str, overrides: dict[
         ("llama", {"model_type": "gemma", "architectures": []}, "gemma.*known: llama"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassif"),
         ("llama", {"architectures": ["Qwen2ForCausalLM"]}, "disagree"),
+        ("llama", {"architectures": 7}, "architectures is 7; it must be a list"),
         ("mistral", {"sliding_window": 64}, "sliding_window 64"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
          "sliding_window 9"),
@@ -200,8 +201,8 @@ def test_what_the_decoder_cannot_express_is_refused(
     ],
 )
 def test_frequencies_equal_transformers(head_dim: int, scaling: dict[str, Any] | None) -> None:
-    pytest.importorskip("torch")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers.models.llama import modeling_llama as llama
+
     raw = hf_config("llama", rope=scaling, head_dim=head_dim, rope_theta=5e5)
     rope = from_hf_config(raw).rope
     theirs = llama.LlamaRotaryEmbedding(llama.LlamaConfig(**raw))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tiny import CHAT_TEMPLATE, SPECIAL, tokenizer, write_gguf, write_hf
 from tokenizers import Tokenizer
 
 from kvsift.builder.errors import ModelError
-from kvsift.builder.weights import default_model, open_model
+from kvsift.builder.weights import open_model
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -114,7 +115,8 @@ def by_score(text: str) -> list[str]:
     rank = {word: i for i, word in enumerate(WORDS)}
     symbols = list("\u2581" + text.replace(" ", "\u2581"))
     while True:
-        joined = [(rank.get(a + b, 99), i) for i, (a, b) in enumerate(zip(symbols, symbols[1:]))]  # noqa: B905, RUF007
+        pairs = enumerate(itertools.pairwise(symbols))
+        joined = [(rank.get(a + b, 99), i) for i, (a, b) in pairs]
         best, at = min(joined, default=(99, 0))
         if best == 99:
             break
@@ -170,13 +172,8 @@ def test_directory_files_are_copied(tmp_path: Path) -> None:
         saved(tmp_path / "m", tmp_path / "out")
 
 
-@pytest.mark.smollm2
-def test_default_model_splits_digits_and_keeps_text(tmp_path: Path) -> None:
-    try:
-        path = default_model()
-    except ModelError as error:
-        pytest.skip(str(error))
-    made, config = saved(path, tmp_path)
+def test_default_model_splits_digits_and_keeps_text(smollm2_gguf: Path, tmp_path: Path) -> None:
+    made, config = saved(smollm2_gguf, tmp_path)
     assert made.encode("in 2024").tokens == ["in", "\u0120", "2", "0", "2", "4"]
     text = (
         "<|im_start|>user\ncaf\u00e9 \u2192 x=12.5\n\n   def f():\n\treturn \U0001f642<|im_end|>\n"

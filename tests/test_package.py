@@ -37,6 +37,7 @@ from kvsift.builder.targets import ort
 from kvsift.builder.targets.ort import BuildOptions, build, estimate_bytes
 from kvsift.builder.weights import open_model
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.sessions import ort as ort_session
 
 
 def make(tmp_path: Path, eviction: str = "nexus", **options: Any) -> Manifest:
@@ -245,6 +246,20 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert left(tmp_path) == ["engine"]
 
 
+def test_wrong_attention_is_found_at_load(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort_session, "attention_error", lambda form: 0.2)
+    with pytest.raises(EngineError, match=r"computes wrong gqa attention here \(off by 2.0e-01\)"):
+        Engine(package)
+
+
+def test_layer_weights_must_fit_the_model(tmp_path: Path) -> None:
+    policy = resolve("nexus", options={"layer_budgets": (3.0, 2.0, 1.0)})
+    source = open_model(write_hf(tmp_path / "model"))
+    with pytest.raises(UsageError, match="layer_budgets has 3 weights and the model 2 layers"):
+        build(source, policy, Limits(**LIMITS), tmp_path / "engine")
+    assert left(tmp_path) == []
+
+
 def test_a_failed_rebuild_keeps_the_old_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +293,8 @@ BUILD_AND = """
     from kvsift.builder.policies import resolve
     from kvsift.builder.targets.ort import build
     from kvsift.builder.weights import open_model
+    # A shell's background job passes on that SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     limits = Limits(max_input=64, max_output=64, max_batch=1, density=0.2, max_density=0.2)
     source, seen = open_model(Path(sys.argv[1])), []
     def progress(size):

@@ -66,7 +66,8 @@ def wrong_way(module: str, imported: str) -> bool:
     if module in COMMANDS:
         return inside(imported, ("kvsift.cli",))
     if inside(module, ("kvsift.runtime",)):
-        shared = tuple(f"kvsift.builder.{name}" for name in ("names", "package", "errors"))
+        common = ("names", "states", "package", "errors")
+        shared = tuple(f"kvsift.builder.{name}" for name in common)
         shared += ("kvsift.builder",) if module in PROGRAMS else ()
         allowed = inside(imported, shared) or not inside(imported, ("kvsift.builder",))
         return not allowed or inside(imported, ("kvsift.cli",))

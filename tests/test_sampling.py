@@ -206,6 +206,7 @@ def test_result_is_json_without_nan():
         budget_tokens=None,
         kept_tokens=np.int32(4),
         coverage=np.float32("nan"),
+        kv_bytes_allocated=1,
         kv_bytes=10,
         kv_bytes_dense=20,
         evictions=0,

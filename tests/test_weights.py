@@ -14,7 +14,7 @@ from tiny import FAMILIES, hf_config, permute, random_weights, write_gguf, write
 
 from kvsift.builder.errors import ModelError
 from kvsift.builder.families import from_hf_config, tensor_shapes
-from kvsift.builder.weights import default_model, open_model
+from kvsift.builder.weights import open_model
 from kvsift.builder.weights.gguf import unpermute
 
 KIND = gguf.GGMLQuantizationType
@@ -233,8 +233,10 @@ def test_bin_files_are_never_unpickled(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parity
 def test_bin_files_load_through_torch(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     write_hf(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     weights = random_weights(from_hf_config(hf_config("llama")))
@@ -297,13 +299,8 @@ def test_flipped_header_bytes_never_escape_as_other_errors(tmp_path: Path) -> No
     assert refused > 10
 
 
-@pytest.mark.smollm2
-def test_default_model_opens() -> None:
-    try:
-        path = default_model()
-    except ModelError as error:
-        pytest.skip(str(error))
-    source = open_model(path)
+def test_default_model_opens(smollm2_gguf: Path) -> None:
+    source = open_model(smollm2_gguf)
     config = source.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
     assert (config.max_positions, config.tied_embeddings, config.rope.theta) == (8192, True, 1e5)
@@ -313,8 +310,9 @@ def test_default_model_opens() -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_tensors_equal_transformers(family: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     path = write_gguf(tmp_path / "m.gguf", family, quant=KIND.Q8_0)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32

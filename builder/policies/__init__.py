@@ -130,8 +130,9 @@ def _lookup(kind: str, name: str, known: dict[str, Any]) -> Any:
 def _block_size(scorer: Scorer, value: Any) -> int:
     try:
         size = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         size = 0
+    size = 0 if isinstance(value, float) and value != size else size
     if not 1 <= size <= 1024 or size & (size - 1):
         raise UsageError(f"block_size must be a power of two from 1 to 1024, got {value!r}")
     if size > 1 and not scorer.blocks:
@@ -150,4 +151,5 @@ def _parse(model: type[Options], given: dict[str, Any]) -> Options:
         if not first["loc"]:  # a rule about several options
             raise UsageError(first["msg"].removeprefix("Value error, ")) from None
         key = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"option {key}={first['input']!r}: {first['msg'].lower()}") from None
+        what = first["msg"].removeprefix("Value error, ").lower()
+        raise UsageError(f"option {key}={first['input']!r}: {what}") from None

@@ -6,12 +6,13 @@ both. Options are pydantic models, so that `--set key=value` is checked in one p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvsift.builder.graph import GraphBuilder
 
@@ -25,7 +26,8 @@ TOKEN_INTERVAL = 32
 class Options(BaseModel):
     """Base of option models: unknown keys and values outside their range are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # JSON, and so the manifest, has no infinity.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class CommonOptions(Options):
@@ -47,6 +49,25 @@ class CommonOptions(Options):
         "uniform", description="uniform, pyramid, or one relative weight per layer"
     )
     pyramid_beta: float = Field(20.0, ge=1, description="steepness of the pyramid")
+
+    @field_validator("layer_budgets", mode="before")
+    @classmethod
+    def _weights(cls, value: Any) -> Any:
+        """Read the command line's `3,2,1` (and `3`, which comes as a number), and check it."""
+        if value in ("uniform", "pyramid"):
+            return value
+        parts = value.split(",") if isinstance(value, str) else value
+        parts = [parts] if isinstance(parts, (int, float)) else parts
+        try:
+            weights = tuple(float(part) for part in parts)
+        except (TypeError, ValueError):
+            weights = ()
+        # Their sum must be finite too, or shares could not be told.
+        if not weights or min(weights) <= 0 or not math.isfinite(sum(weights)):
+            raise ValueError(
+                "it must be uniform, pyramid, or one positive weight per layer such as 3,2,1"
+            )
+        return weights
 
 
 class Policy(BaseModel):

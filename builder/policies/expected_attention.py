@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvsift.builder.graph import GraphBuilder
 from kvsift.builder.policies.base import Options, Preset, ScoreInputs, Scorer
-from kvsift.builder.policies.nodes import call, default
+from kvsift.builder.policies.nodes import call, option
 
 OP = "ExpectedAttentionScore"
 
@@ -18,10 +18,8 @@ OP = "ExpectedAttentionScore"
 class ExpectedAttentionOptions(Options):
     """Parameters of the expected attention."""
 
-    n_future: int = Field(
-        default(OP, "n_future"), ge=1, le=65536, description="positions to come that are averaged"
-    )
-    epsilon: float = Field(default(OP, "epsilon"), ge=0, le=1, description="added to the share")
+    n_future: int = option(OP, "n_future")
+    epsilon: float = option(OP, "epsilon")
     use_covariance: bool = Field(True, description="false: the mean query alone")
     use_vnorm: bool = Field(True, description="false: without the value's length")
 

@@ -19,8 +19,11 @@ def _emit(g: GraphBuilder, x: ScoreInputs, options: Options, block_size: int) ->
     """Append the accumulators of the units, float32 [E, Hkv, N], -inf at padding."""
     slots = g.op("Max", x.evict_slots, g.const(0, np.int32))
     received = g.op("Gather", x.states["accum"], slots, axis=0)
-    units = g.op("Shape", x.unit_ids, start=2, end=3)
-    received = g.op("Slice", received, g.const([0]), units, g.const([2]))
+    units = g.op("Squeeze", g.op("Shape", x.unit_ids, start=2, end=3))
+    # Units beyond this layer's capacity are padding: any row will do for them.
+    last = g.op("Sub", g.op("Squeeze", g.op("Shape", received, start=2, end=3)), g.const(1))
+    rows = g.op("Min", g.op("Range", g.const(0), units, g.const(1)), last)
+    received = g.op("Gather", received, rows, axis=2)
     used = g.op("GreaterOrEqual", x.unit_ids, g.const(0, np.int32))
     return g.op("Where", used, received, g.const(-np.inf, np.float32))
 

@@ -7,39 +7,30 @@ without `continuum` it is KeyDiff. The heads compete by `--selector head_topk`, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 from pydantic import Field, model_validator
 
 from kvsift.builder.graph import GraphBuilder
-from kvsift.builder.ops import TABLE
 from kvsift.builder.policies.base import Options, Preset, ScoreInputs, Scorer
-from kvsift.builder.policies.nodes import call
+from kvsift.builder.policies.nodes import call, option
 
-_OP = TABLE["NestedKVScore"]
-
-
-def _field(name: str) -> Any:
-    """Return an option that is an attribute of the op, with its default, range and meaning."""
-    attr = _OP.attr(name)
-    return Field(attr.default, ge=attr.low, le=attr.high, description=attr.doc)
+_OP = "NestedKVScore"
 
 
 class NestedKVOptions(Options):
     """Parameters of the NestedKV score, named as the op's attributes."""
 
-    window: int = _field("window")
-    block_div: int = _field("block_div")
-    block_min: int = _field("block_min")
-    block_max: int = _field("block_max")
-    tail: float = _field("tail")
-    beta: float = _field("beta")
-    prior_stable: float = _field("prior_stable")
-    prior_episodic: float = _field("prior_episodic")
-    prior_current: float = _field("prior_current")
-    kappa: float = _field("kappa")
-    tau: float = _field("tau")
+    window: int = option(_OP, "window")
+    block_div: int = option(_OP, "block_div")
+    block_min: int = option(_OP, "block_min")
+    block_max: int = option(_OP, "block_max")
+    tail: float = option(_OP, "tail")
+    beta: float = option(_OP, "beta")
+    prior_stable: float = option(_OP, "prior_stable")
+    prior_episodic: float = option(_OP, "prior_episodic")
+    prior_current: float = option(_OP, "prior_current")
+    kappa: float = option(_OP, "kappa")
+    tau: float = option(_OP, "tau")
     adaptive: bool = Field(True, description="off: the blend keeps the prior weights")
     gate: bool = Field(True, description="off: no routing to the strongest memory")
     continuum: bool = Field(True, description="off: the stable memory alone, which is KeyDiff")
@@ -55,7 +46,7 @@ class NestedKVOptions(Options):
 
 def _emit(g: GraphBuilder, x: ScoreInputs, options: NestedKVOptions, block_size: int) -> ir.Value:
     inputs = (x.keys, x.unit_ids, x.evict_slots)
-    return call(g, _OP.name, inputs, options.model_dump())[0]
+    return call(g, _OP, inputs, options.model_dump())[0]
 
 
 SCORER = Scorer(

@@ -17,17 +17,17 @@ from kvsift.builder.policies.base import (
     Scorer,
     WindowNeed,
 )
-from kvsift.builder.policies.nodes import call, default
+from kvsift.builder.policies.nodes import call, option
 
 
 class NexusOptions(Options):
     """Parameters of the Nexus score."""
 
     window: int = Field(16, ge=1, le=1024, description="W, newest queries that vote")
-    walk_steps: int = Field(default("NexusScore", "walk_steps"), ge=0, description="H; 0: no walk")
-    walk_lambda: float = Field(default("NexusScore", "walk_lambda"), ge=0, description="lambda")
+    walk_steps: int = option("NexusScore", "walk_steps")
+    walk_lambda: float = option("NexusScore", "walk_lambda")
     walk_order: Literal["chronological", "newest_first", "strided"] = "chronological"
-    tie_eps: float = Field(default("NexusScore", "tie_eps"), ge=0, description="recency ramp")
+    tie_eps: float = option("NexusScore", "tie_eps")
     head_reduce: Literal["mean_qk", "mean_prob", "per_head"] = "mean_prob"
 
 

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
+from pydantic import Field
 
 from kvsift.builder.graph import GraphBuilder
 from kvsift.builder.ops import DOMAIN, TABLE, Value
 
 
-def default(op: str, attribute: str) -> Any:
-    """Return the default of an op's attribute."""
-    return TABLE[op].attr(attribute).default
+def option(op: str, attribute: str) -> Any:
+    """Return a policy option that is an op's attribute, with its default, range and meaning."""
+    attr = TABLE[op].attr(attribute)
+    return Field(attr.default, ge=attr.low, le=attr.high, description=attr.doc)
 
 
 def call(

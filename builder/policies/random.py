@@ -19,6 +19,7 @@ SCORER = Scorer(
     emit=_emit,
     per_head=lambda options: True,
     blocks=True,
+    positive=True,
     needs_uniform=True,
 )
 

@@ -6,33 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
 from kvsift.builder.policies.base import Options
-from kvsift.builder.policies.nodes import default
+from kvsift.builder.policies.nodes import option
 
 
 class ReservoirOptions(Options):
     """Parameters of weighted reservoir sampling."""
 
-    draws: int = Field(default("PhiloxUniform", "draws"), ge=1, le=1024, description="n")
+    draws: int = option("PhiloxUniform", "draws")
 
 
 class HeadTopKOptions(Options):
     """Parameters of the competition between the heads of a layer."""
 
-    safeguard: float = Field(
-        default("HeadTopKSelect", "safeguard"),
-        ge=0,
-        le=1,
-        description="share of its own budget that a head never loses",
-    )
-    max_head_ratio: float = Field(
-        default("HeadTopKSelect", "max_head_ratio"),
-        ge=0,
-        le=1e6,
-        description="largest share of a head over its budget; 0: any",
-    )
+    safeguard: float = option("HeadTopKSelect", "safeguard")
+    max_head_ratio: float = option("HeadTopKSelect", "max_head_ratio")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def build(
     too small, EngineError when writing fails; nothing half-made stays behind.
     """
     options = options or BuildOptions()
+    _check_layers(policy, source.config.num_layers)
     _check_disk(directory, estimate_bytes(source, options.quantize))
     try:
         with new_package(directory, options.force) as building:
@@ -142,6 +143,15 @@ def _specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
         shape = tuple(d if isinstance(d, int) else str(d) for d in v.shape)
         specs.append(TensorSpec(name=v.name, dtype=v.dtype.name.lower(), shape=shape))
     return tuple(specs)
+
+
+def _check_layers(policy: Policy, num_layers: int) -> None:
+    weights = policy.layer_budgets
+    if isinstance(weights, tuple) and len(weights) != num_layers:
+        raise UsageError(
+            f"layer_budgets has {len(weights)} weights and the model {num_layers} layers; give "
+            "one weight per layer, or pyramid"
+        )
 
 
 def _check_disk(directory: Path, needed: int) -> None:

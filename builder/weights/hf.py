@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from kvsift.builder.errors import ModelError
 from kvsift.builder.families import from_hf_config, tensor_shapes
@@ -58,12 +59,18 @@ class HfSource:
         return checked(name, value, self._shapes[name], file.name)
 
     def save_tokenizer(self, directory: Path) -> None:
-        """Copy the tokenizer's files; ModelError if there is no tokenizer.json."""
+        """Copy the tokenizer's files; ModelError if tokenizer.json is missing or cannot be read."""
         if not (self._path / "tokenizer.json").is_file():
             raise ModelError(
                 f"{self._path} has no tokenizer.json; make one with transformers: "
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
+        try:
+            Tokenizer.from_file(str(self._path / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(
+                f"{self._path / 'tokenizer.json'} cannot be read ({error}); copy it again"
+            ) from None
         for name in _TOKENIZER_FILES:
             if (self._path / name).is_file():
                 shutil.copyfile(self._path / name, directory / name)
@@ -163,4 +170,5 @@ def _end_tokens(raw: dict[str, Any], path: Path) -> list[int]:
     for source in sources:
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
-    return list(dict.fromkeys(found))
+    # By equality: what is no id, and perhaps has no hash, is for the config's own check to name.
+    return [end for i, end in enumerate(found) if end not in found[:i]]

@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `python -m kvsift.runtime.bench decode|profile`."""
+"""Command line of the benchmarks: `python -m kvsift.runtime.bench decode|profile|scoring`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+import onnx_ir as ir
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvsift.builder.errors import KvsiftError, UsageError, unknown_name
+from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.families import tensor_shapes
 from kvsift.builder.linear import Quantize
 from kvsift.builder.package import Limits, load_manifest
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import WeightSource, default_model, open_model
-from kvsift.runtime.bench import decode, prefill, report, text
+from kvsift.runtime.bench import decode, prefill, report, scoring, text
 from kvsift.runtime.bench import profile as profiling
 from kvsift.runtime.bench.bandwidth import MIB_DEFAULT, Bandwidth
 from kvsift.runtime.bench.transformers_peer import Peer, why_absent
+from kvsift.runtime.engine import Engine
 
 DENSE, EVICTED = "full", "nexus"
 
@@ -149,6 +152,52 @@ def profile_command(
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for line in lines:
         table.add_row(*line)
+    Console().print(table)
+
+
+@app.command("scoring")
+def scoring_command(
+    context: Context = 8192,
+    policies: Annotated[
+        str, typer.Option(help="Policies to time, with commas.")
+    ] = "keydiff,nestedkv,nexus,snapkv,expected_attention,h2o",
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory or .gguf file; default: SmolLM2-135M.")
+    ] = None,
+    density: Annotated[float, typer.Option(help="Share of the prompt that is kept.")] = 0.2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every policy.")] = 3,
+    threads: Threads = 2,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for the results, as JSON.")
+    ] = None,
+) -> None:
+    """Time what every policy's eviction adds to reading a prompt, in an interleaved run.
+
+    Example: python -m kvsift.runtime.bench scoring --policies keydiff,nestedkv
+    """
+    source = open_model(model or default_model())
+    models = {}
+    for name in policies.split(","):
+        policy = resolve(name.strip())
+        nodes = ir.serde.serialize_model(eviction_model(source.config, policy))
+        models[name.strip()] = (policy, nodes.SerializeToString())
+    with tempfile.TemporaryDirectory() as folder, _progress(Console(stderr=True)) as progress:
+        task = progress.add_task("scoring", total=rounds * (len(models) + 1))
+        limits = limits_for(source, context, density, 1)
+        engine = Engine(obtain(source, DENSE, "none", limits, Path(folder)), threads=threads)
+        prompt = text.prompt(engine.tokenizer, context)
+        found = scoring.measure(
+            engine, models, prompt, density, rounds, threads, lambda _: progress.advance(task)
+        )
+    found |= {"machine": report.machine(threads), "versions": report.versions()}
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    title = f"eviction after {found['tokens']} tokens, read in {found['prefill_ms']:.0f} ms"
+    table = Table(title=title)
+    for column in ("policy", "ms", "share of reading"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in found["rows"]:
+        table.add_row(row["policy"], f"{row['ms']:.1f}", f"{row['share']:.2%}")
     Console().print(table)
 
 

@@ -66,7 +66,7 @@ def decode_lines(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         engines = (
             ("dense", "dense_ms", "floor_dense_ms", spread["dense"]),
             ("evicted", "evicted_ms", "floor_evicted_ms", spread["evicted"]),
-            ("evicted, mean with evictions", "evicted_mean_ms", "floor_evicted_ms",
+            ("evicted, with its evictions", "evicted_amortised_ms", "floor_evicted_ms",
              spread["evicted"]),
         )  # fmt: skip
         for name, key, floor_key, width in engines:
@@ -90,12 +90,16 @@ def notes(record: dict[str, Any]) -> list[str]:
     rows, prefill = record["rows"], record["prefill"]
     said = [f"Read bandwidth {rows[0]['bandwidth_gb_s']:.1f} GB/s ({rows[0]['bandwidth_how']})."]
     for row in rows:
-        same, mean = row["dense_at_evicted_length_ms"], row["evicted_mean_ms"]
+        same, whole = row["dense_at_evicted_length_ms"], row["evicted_amortised_ms"]
+        means = row["means_ms"]
         said.append(
             f"Batch {row['batch']}, {row['quantize']}: an eviction step costs "
             f"{row['eviction_ms']:+.1f} ms more, {row['eviction_share_decode']:.1%} of decode; the "
             f"dense engine at the evicted length takes {same:.1f} ms, so all that eviction adds is "
-            f"{(mean - same) / mean:+.1%}; evicted is {row['dense_ms'] / mean:.2f}x its dense."
+            f"{(whole - same) / whole:+.1%}; evicted is {row['dense_ms'] / whole:.2f}x its dense. "
+            f"Means, stalls included: dense {means['dense']:.1f} ms, evicted "
+            f"{means['evicted']:.1f} ms, dense at the evicted length "
+            f"{means['dense_at_evicted_length']:.1f} ms."
         )
     for row in prefill["rows"]:
         rate, theirs = row["tok_s"], prefill["transformers_tok_s"]

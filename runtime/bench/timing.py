@@ -47,6 +47,11 @@ class Series:
         return 1e3 * float(np.median(self.times))
 
     @property
+    def mean_ms(self) -> float:
+        """Median over blocks of a block's mean step in ms: what a stall within a block costs."""
+        return 1e3 * float(np.median([np.mean(block) for block in self.blocks]))
+
+    @property
     def spread(self) -> float:
         """Largest minus smallest block median, over the median of all steps."""
         return spread_of([float(np.median(block)) for block in self.blocks])

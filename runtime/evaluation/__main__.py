@@ -19,8 +19,7 @@ import typer
 import kvsift
 from kvsift.builder.errors import EngineError, KvsiftError, PackageError, UsageError
 from kvsift.builder.eviction_model import eviction_model
-from kvsift.builder.families import ModelConfig
-from kvsift.builder.package import Limits, load_manifest
+from kvsift.builder.package import Limits, ModelConfig, load_manifest
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import default_model, open_model
@@ -130,12 +129,12 @@ def needles_command(
 
 
 @app.command("tables")
-def tables_command(out: Out) -> None:
+def tables_command(out: Out, reference: Reference = PAPER) -> None:
     """Print the fidelity and needle results of a directory side by side.
 
     Example: python -m kvsift.runtime.evaluation tables --out results
     """
-    print(runner.summary(out), end="")
+    print(runner.summary(out, reference), end="")
 
 
 def _fidelity(

@@ -24,7 +24,7 @@ from kvsift.runtime.cache import KVCache
 from kvsift.runtime.evaluation.variants import Variant
 from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams
-from kvsift.runtime.sessions import Evictions, Kept, Step
+from kvsift.runtime.sessions import Kept, Step
 from kvsift.runtime.sessions.ort import OrtSession
 from kvsift.runtime.slots import (
     Slot,
@@ -190,7 +190,7 @@ class Lab:
         """Run the variant's eviction model on slot 0 of a cache."""
         session = self._policy_session(variant)
         asked = evictions([slot], self.manifest, prompt_end)
-        feed: dict[str, NDArray[Any]] = dict(_eviction_feed(asked))
+        feed: dict[str, NDArray[Any]] = dict(asked.feed())
         for i, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
             feed[names.past_key(i)], feed[names.past_value(i)] = key, value
         if variant.policy.window:
@@ -231,16 +231,3 @@ class Lab:
                 variant.model, options, providers=["CPUExecutionProvider"]
             )
         return self._policies[variant.name]
-
-
-def _eviction_feed(x: Evictions) -> dict[str, NDArray[np.int32]]:
-    return {
-        names.EVICT_SLOTS: x.slots,
-        names.TOKENS_SEEN: x.tokens_seen,
-        names.UNIT_IDS: x.unit_ids,
-        names.BUDGET: x.budget,
-        names.PIN_SPANS: x.pin_spans,
-        names.EVICTION_SEED: x.seed,
-        names.EVICTION_STEP: x.step,
-        names.PROMPT_END: x.prompt_end,
-    }

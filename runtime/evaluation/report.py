@@ -114,6 +114,18 @@ def overview(columns: Sequence[Column]) -> str:
     return "\n".join(lines)
 
 
+def differences(columns: Sequence[Column], reference: str) -> str:
+    """Return the Markdown table of paired differences of every variant to `reference`."""
+    names = dict.fromkeys(name for c in columns for name in _variants(c.found, c.kind))
+    lines = _head(f"difference to `{reference}`", columns)
+    for name in names:
+        pairs = [(c.cell(name), c.cell(reference)) for c in columns]
+        if name != reference:
+            shown = [str(paired(x, y)) if x and y else "-" for x, y in pairs]
+            lines.append(f"| `{name}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def contrast_table(columns: Sequence[Column], contrasts: Sequence[tuple[str, str]]) -> str:
     """Return the Markdown table of paired differences a - b, empty if none was measured."""
     lines = _head("a - b", columns)

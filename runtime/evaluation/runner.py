@@ -96,7 +96,7 @@ def markdown(
 ) -> str:
     """Return the tables of a run: one per kind of text and density, then the paired contrasts."""
     found = report.cells(samples, metric)
-    kinds = list(dict.fromkeys(s["kind"] for s in samples))
+    kinds = sorted({s["kind"] for s in samples}, reverse=True)
     densities = [float(d) for d in settings["densities"]]
     parts = [f"## {title}\n"]
     for kind in kinds:
@@ -118,10 +118,11 @@ def markdown(
 SUMMARY = (("fidelity", "kl", "KL"), ("needles", "correct", "needles"))
 
 
-def summary(out: Path) -> str:
+def summary(out: Path, reference: str) -> str:
     """Return the tables over the finished fidelity and needle runs in `out`, side by side.
 
-    Raises UsageError if there is neither.
+    What prefill_selector changes shows in `stream` only, so its contrasts are left out here.
+    Raises UsageError if there is neither run.
     """
     columns = []
     for title, metric, label in SUMMARY:
@@ -129,12 +130,14 @@ def summary(out: Path) -> str:
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
             found = report.cells(content["samples"], metric)
-            for kind in dict.fromkeys(s["kind"] for s in content["samples"]):
+            for kind in sorted({s["kind"] for s in content["samples"]}, reverse=True):
                 name = label if title == "needles" else f"{label} {kind}"
                 for d in content["settings"]["densities"]:
                     columns.append(report.Column(f"{name} {d:g}", found, kind, float(d)))
     if not columns:
         raise UsageError(f"{out} has no finished run; run fidelity or needles with --out first")
-    tables = [report.overview(columns)]
-    tables += [report.contrast_table(columns, pairs) for pairs in CONTRASTS.values()]
+    tables = [report.overview(columns), report.differences(columns, reference)]
+    for question, pairs in CONTRASTS.items():
+        if question != "prefill_selector":
+            tables.append(report.contrast_table(columns, pairs))
     return "\n\n".join(table for table in tables if table) + "\n"

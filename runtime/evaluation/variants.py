@@ -94,10 +94,10 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         for a, b in (("mean_prob", "mean_qk"), ("per_head", "mean_qk"), ("per_head", "mean_prob"))
     ],
     "walk": [(f"{m}/walk/{s}", f"{m}/no-walk/{s}") for m in MODES for s in ("reservoir", "topk")],
-    "selector": [
-        *((f"{m}/walk/topk", f"{m}/walk/reservoir") for m in MODES),
+    "selector": [(f"{m}/walk/topk", f"{m}/walk/reservoir") for m in MODES],
+    "prefill_selector": [
         *((f"{m}/walk/prefill-topk", f"{m}/walk/reservoir") for m in MODES),
-        *((f"{m}/walk/topk", f"{m}/walk/prefill-topk") for m in MODES),
+        *((f"{m}/walk/prefill-topk", f"{m}/walk/topk") for m in MODES),
     ],
     "random": [(f"{m}/walk/reservoir", "random-blocks") for m in MODES],
 }

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsift.builder import names
 from kvsift.runtime.cache import KVCache
 
 
@@ -23,6 +24,19 @@ class Evictions:
     seed: NDArray[np.int32]
     step: NDArray[np.int32]
     prompt_end: NDArray[np.int32]
+
+    def feed(self) -> dict[str, NDArray[np.int32]]:
+        """Return the arrays by the names of the graph's inputs."""
+        return {
+            names.EVICT_SLOTS: self.slots,
+            names.TOKENS_SEEN: self.tokens_seen,
+            names.UNIT_IDS: self.unit_ids,
+            names.BUDGET: self.budget,
+            names.PIN_SPANS: self.pin_spans,
+            names.EVICTION_SEED: self.seed,
+            names.EVICTION_STEP: self.step,
+            names.PROMPT_END: self.prompt_end,
+        }
 
 
 @dataclass

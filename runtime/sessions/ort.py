@@ -15,6 +15,7 @@ from kvsift.builder import names
 from kvsift.builder.errors import EngineError
 from kvsift.builder.package import GRAPH, Manifest
 from kvsift.runtime.cache import KVCache
+from kvsift.runtime.selftest import attention_error
 from kvsift.runtime.sessions import Evictions, Kept, Step, StepOutput
 
 try:
@@ -24,6 +25,10 @@ except ImportError:  # engines can be built without it
 
 #: Causal attention over a partly filled cache is silently wrong in older versions.
 MIN_ORT = (1, 28)
+
+
+#: Largest difference from numpy that the self-test allows.
+MAX_ATTENTION_ERROR = 1e-3
 
 
 class OrtSession:
@@ -59,6 +64,11 @@ class OrtSession:
                 f"ONNX Runtime {ort.__version__} refuses {directory / GRAPH}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        if (off := attention_error(manifest.attention)) > MAX_ATTENTION_ERROR:
+            raise EngineError(
+                f"onnxruntime {ort.__version__} computes wrong {manifest.attention} attention here "
+                f"(off by {off:.1e}); run kvsift doctor, and try another version"
+            )
         self._manifest = manifest
         self._inputs = {spec.name for spec in manifest.inputs}
         self._rows = manifest.model.num_kv_heads if manifest.policy.per_head else 1
@@ -121,16 +131,7 @@ class OrtSession:
         if not self._manifest.policy.evicts:
             return None
         x = evictions or self._empty
-        for name, array in (
-            (names.EVICT_SLOTS, x.slots),
-            (names.TOKENS_SEEN, x.tokens_seen),
-            (names.UNIT_IDS, x.unit_ids),
-            (names.BUDGET, x.budget),
-            (names.PIN_SPANS, x.pin_spans),
-            (names.EVICTION_SEED, x.seed),
-            (names.EVICTION_STEP, x.step),
-            (names.PROMPT_END, x.prompt_end),
-        ):
+        for name, array in x.feed().items():
             if name in self._inputs:
                 binding.bind_ortvalue_input(name, _shared(array))
         kept = Kept(
