@@ -5,11 +5,13 @@
 #   PIP_ARGS=...        more options for pip, such as --extra-index-url
 #   CUDA=AUTO           also compile the TensorRT plugin library, where its parts are found
 #   PYTEST_ARGS=...     more options for pytest
+#   GPU_CHECK_ARGS=...  options of scripts/gpu_check.py, such as --json gpu.json
 PYTHON ?= python3
 PARITY ?= 1
 PIP_ARGS ?=
 CUDA ?= OFF
 PYTEST_ARGS ?=
+GPU_CHECK_ARGS ?=
 
 PY := .venv/bin/python
 PARITY_PY := .venv-parity/bin/python
@@ -23,12 +25,14 @@ INSTALL_INPUTS := pyproject.toml CMakeLists.txt kvsift/__init__.py
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test test-rest test-parity test-quick lint style mypy format clean
+.PHONY: help demo install dev test test-rest test-parity test-quick gpu-check lint style mypy
+.PHONY: format clean
 
 help:
 	@echo "make demo        build a dense and an evicted engine, ask both about a long document"
 	@echo "make test        lint, tests, parity with torch, transformers, kvpress (PARITY=0: without)"
 	@echo "make test-quick  the developer's loop: no parity, no slow tests"
+	@echo "make gpu-check   test and measure the CUDA kernels on the GPU; without one it says so"
 	@echo "make lint        ruff, mypy, codespell, clang-format, generated files, project rules"
 	@echo "make format      let ruff and clang-format rewrite what they can"
 	@echo "make clean       remove environments, builds and caches"
@@ -54,6 +58,10 @@ test-parity: .venv-parity/.installed
 
 test-quick: dev
 	$(PY) -m pytest -m "not parity and not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Where nothing can be installed: python3 scripts/gpu_check.py, with numpy and nvcc.
+gpu-check: dev
+	$(PY) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 CLANG_FORMAT_FILES = find plugins tests \( -name '*.h' -o -name '*.cu*' -o -name '*.cpp' \) \
   ! -name '*.gen.h' -exec .venv/bin/clang-format

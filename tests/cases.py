@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.builder import ops
-from kvsift.builder.bodies import Dims
+
+if TYPE_CHECKING:
+    from kvsift.builder.bodies import Dims
 
 Array = NDArray[Any]
 
@@ -188,6 +190,8 @@ class Scene:
 
     def dims(self) -> Dims:
         """What a body must know."""
+        from kvsift.builder.bodies import Dims  # the GPU check has no onnx_ir
+
         size = self.size
         return Dims(size["Hq"], size["Hkv"], size["D"], size["W"])
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
 
 from kvsift.builder.ops import Value
 
@@ -58,7 +57,7 @@ def reservoir_priority(attrs: Attrs, x: Inputs) -> Array:
         w = w * (1.5 / np.maximum(total, 1e-20))
     with np.errstate(invalid="ignore"):
         logs = np.log(x["u"].astype(np.float64)) / np.maximum(w, 1e-20)[:, :, :, None]
-    return bounded(logsumexp(logs, axis=3) - np.log(logs.shape[3]))
+    return bounded(np.logaddexp.reduce(logs, axis=3) - np.log(logs.shape[3]))
 
 
 def select(attrs: Attrs, x: Inputs, key: Array) -> list[Array]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cases import SIZES, TOKENS, Case, Scene, all_cases, attribute_choices, numbers
 from numpy.typing import NDArray
 
 from kvsift.builder import ops
-from kvsift.builder.bodies import Dims
+
+if TYPE_CHECKING:
+    from kvsift.builder.bodies import Dims
 
 Array = NDArray[Any]
 
@@ -80,6 +82,8 @@ class StepScene:
 
     def dims(self) -> Dims:
         """What a body must know."""
+        from kvsift.builder.bodies import Dims  # the GPU check has no onnx_ir
+
         size = self.size
         return Dims(size["Hq"], size["Hkv"], size["D"], size["W"])
 
