@@ -88,6 +88,9 @@ def generate(
         typer.Option(metavar="A:B", help="Never evict prompt tokens A to B-1; repeatable."),
     ] = None,
     threads: Threads = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the files' hashes with the manifest first.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -123,7 +126,7 @@ def generate(
         pin=[console.parse_span(text) for text in pin or ()],
     )
     text = console.read_prompt(prompt, prompt_file)
-    llm = _load(engine, threads)
+    llm = _load(engine, threads, verify)
     request = _request(llm, text, system, chat, sampling, evict)
     result = _run(llm, request, show=stream and not as_json)
     if as_json:
@@ -214,10 +217,10 @@ def doctor(debug: Debug = False) -> None:
         raise typer.Exit(console.EXIT_FAILURE)
 
 
-def _load(engine: Path, threads: int | None) -> LLM:
+def _load(engine: Path, threads: int | None, verify: bool = False) -> LLM:
     from kvsift.runtime.llm import LLM
 
-    return LLM(engine, max_batch=1, threads=threads)
+    return LLM(engine, max_batch=1, threads=threads, verify=verify)
 
 
 def _request(

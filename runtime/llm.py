@@ -24,8 +24,9 @@ class LLM:
     """An engine with its tokenizer and chat template.
 
     `max_batch` sequences run at a time (default: what the engine was built for) on `threads`
-    threads (default: ONNX Runtime's choice). Raises PackageError or EngineError when the engine
-    cannot run here. One thread of the program may use it at a time.
+    threads (default: ONNX Runtime's choice); `verify` compares the files' hashes with the manifest
+    first. Raises PackageError or EngineError when the engine cannot run here. One thread of the
+    program may use it at a time.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class LLM:
         *,
         max_batch: int | None = None,
         threads: int | None = None,
+        verify: bool = False,
     ) -> None:
         directory = Path(engine_dir).expanduser()
-        self.engine = Engine(directory, max_batch=max_batch, threads=threads)
+        self.engine = Engine(directory, max_batch=max_batch, threads=threads, verify=verify)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -75,7 +75,7 @@ class Sampler:
             count = int(np.isnan(logits).sum())
             raise EngineError(
                 f"the model gave logits that are not usable (maximum {peak}, {count} of "
-                f"{logits.size} NaN); check the weights, or rebuild with --dtype float32"
+                f"{logits.size} NaN); check the weights, or rebuild without --quantize"
             )
         scores = self._penalised(logits, history)
         token = int(scores.argmax()) if self.params.temperature == 0 else self._draw(scores)

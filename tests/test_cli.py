@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from commands import build, is_error, kvsift, start
 from tiny import write_hf
 
 from kvsift import __version__
-from kvsift.builder.package import MANIFEST, Manifest
+from kvsift.builder.package import MANIFEST, WEIGHTS, Manifest
 from kvsift.runtime import doctor
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.sizes import slot_tokens, token_bytes
@@ -137,6 +138,17 @@ def test_generate_names_what_is_wrong_with_a_package(engine: Path, tmp_path: Pat
         text = manifest.model_copy(update=change).model_dump_json()
         (old / MANIFEST).write_text(text)
         is_error(kvsift("generate", old, "--prompt", "x"), 1, "rebuild it with build_engine")
+
+
+def test_verify_finds_a_changed_weight(engine: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(engine, tmp_path / "damaged"))
+    data = bytearray((damaged / WEIGHTS).read_bytes())
+    data[len(data) // 2] ^= 1
+    (damaged / WEIGHTS).write_bytes(data)
+    args = ("generate", damaged, "--prompt", PROMPT, "--max-tokens", "1")
+    assert kvsift(*args).exit_code == 0
+    is_error(kvsift(*args, "--verify"), 1, "model.data has changed since it was built")
+    assert kvsift("generate", engine, *args[2:], "--verify").exit_code == 0
 
 
 def test_ctrl_c_ends_generate_cleanly(engine: Path) -> None:
