@@ -80,7 +80,7 @@ class Kernels:
         except OSError as error:
             raise KernelError(f"cannot load the kernels of {str(path)!r}: {error}") from None
         pointers, doubles = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_double)
-        call = [ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int32), doubles]
+        call: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int32), doubles]
         lib = self._lib
         lib.kvsift_describe.restype = ctypes.c_char_p
         lib.kvsift_error.restype = ctypes.c_char_p
