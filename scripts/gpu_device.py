@@ -151,6 +151,13 @@ def driver_trouble() -> str:
     return "" if count.value else "the NVIDIA driver has no device"
 
 
+def driver_name() -> str:
+    """Return the name of the first GPU."""
+    text = ctypes.create_string_buffer(96)
+    ctypes.CDLL("libcuda.so.1").cuDeviceGetName(text, len(text), 0)
+    return text.value.decode()
+
+
 def cudart_paths(nvcc: str | None) -> list[str]:
     """Return where CUDA's runtime library may be, the likeliest place first."""
     found: list[Path] = []
@@ -184,7 +191,7 @@ def load_cudart(nvcc: str | None) -> ctypes.CDLL:
 class Cuda(Device):
     """The first GPU, through CUDA's runtime."""
 
-    def __init__(self, lib: ctypes.CDLL) -> None:
+    def __init__(self, lib: Any) -> None:
         super().__init__()
         self._lib = lib
         major, minor = self._attribute(_MAJOR), self._attribute(_MINOR)
@@ -193,9 +200,7 @@ class Cuda(Device):
         self.l2_bytes = self._attribute(_L2_BYTES)
         lanes = 64 if self.architecture == "80" else 128
         self.fp32_flops = 2.0 * lanes * processors * self._attribute(_CLOCK_KHZ) * 1e3
-        text = ctypes.create_string_buffer(96)
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetName(text, len(text), 0)
-        self.name = f"{text.value.decode()}, {processors} multiprocessors, sm_{self.architecture}"
+        self.name = f"{driver_name()}, {processors} multiprocessors, sm_{self.architecture}"
         self._stream = self._new("cudaStreamCreateWithFlags", _NON_BLOCKING)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -73,13 +73,16 @@ def check_gather(
     if width == 1:
         source = source[:1]
     target = source if in_place else [np.zeros((5, 2, 280, width), dtype) for _ in source]
-    origin = ints([2, -1, 0])
-    places = origin if in_place else ints([4, 1, 3])
+    origin = ints([3, -1, 0])  # 3 ends where the tensor ends
+    places = origin if in_place else ints([4, 1, 2])
     lens = ints(rng.integers(1, capacity + 1, (slots, heads)))
+    lens[0] = capacity
     units = np.full((slots, heads, count), -1, np.int32)
     for e, r in np.ndindex(slots, heads):
         held = -(-int(lens[e, r]) // block)
         kept = np.sort(rng.permutation(held)[: rng.integers(0, held + 1)])
+        if e == 0:  # the last unit is a partial one
+            kept = np.union1d(kept, [held - 1])
         units[e, r, : len(kept)] = kept
     want = [a.copy() for a in target]
     for e, h in np.ndindex(slots, 2):

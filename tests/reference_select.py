@@ -57,7 +57,8 @@ def reservoir_priority(attrs: Attrs, x: Inputs) -> Array:
         w = w * (1.5 / np.maximum(total, 1e-20))
     with np.errstate(invalid="ignore"):
         logs = np.log(x["u"].astype(np.float64)) / np.maximum(w, 1e-20)[:, :, :, None]
-    return bounded(np.logaddexp.reduce(logs, axis=3) - np.log(logs.shape[3]))
+        mean = np.logaddexp.reduce(logs, axis=3) - np.log(logs.shape[3])
+    return bounded(mean)
 
 
 def select(attrs: Attrs, x: Inputs, key: Array) -> list[Array]:

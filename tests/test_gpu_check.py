@@ -182,6 +182,49 @@ def test_the_runtime_library_is_called_rightly() -> None:
             call()
 
 
+class Runtime:
+    """A stand-in for CUDA's runtime: writes down what is called and checks the arguments."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        arguments = module("gpu_device").CUDART[name]
+
+        def call(*given: Any) -> int:
+            assert len(given) == len(arguments), name
+            self.called.append(name)
+            for kind, value in zip(arguments, given, strict=True):
+                made = getattr(value, "_obj", None)
+                if made is None:
+                    kind.from_param(value)
+                else:  # an event takes 4 ms, an attribute is 9, a handle 9
+                    made.value = 4.0 if isinstance(made, ctypes.c_float) else 9
+            return 0
+
+        return call
+
+
+def test_a_graph_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enqueued twice, once to be captured; launched between two events; everything given back."""
+    gpu_device, runtime = module("gpu_device"), Runtime()
+    monkeypatch.setattr(gpu_device, "driver_name", lambda: "stand-in")
+    cuda = gpu_device.Cuda(runtime)
+    assert cuda.name == "stand-in, 9 multiprocessors, sm_99"
+    runtime.called.clear()
+    with cuda.scope():
+        first, second = cuda.empty((4,), 4), cuda.empty((4,), 4)
+        copy = functools.partial(cuda.copy, second.address, first.address, 16)
+        assert cuda.seconds([copy, copy]) == pytest.approx(4e-3 / 2)  # two passes fill the time
+    called = runtime.called
+    assert called.count("cudaMemcpyAsync") == 4
+    start, end = called.index("cudaStreamBeginCapture"), called.index("cudaStreamEndCapture")
+    assert called[start + 1 : end] == ["cudaMemcpyAsync"] * 2
+    assert called.count("cudaEventCreate") == called.count("cudaEventDestroy") == 14
+    assert called.count("cudaGraphLaunch") == 1 + 1 + 5 * 2
+    assert called[-4:] == ["cudaGraphExecDestroy", "cudaGraphDestroy", "cudaFree", "cudaFree"]
+
+
 def test_the_build_is_for_one_architecture(tmp_path: Path) -> None:
     check = module("gpu_check")
     compiles, link = check.build_commands(str(nvcc()), "90", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ FAULTS = {
         "asan", "selection.cu", "selection.cu", "if (t < total)", "if (t <= total)", "TopKSelect"
     ),
     "rows-beyond-the-length": Fault(
-        "asan", "kv_gather.cu", "kv_gather.cu", "from >= len || ", "", "moves"
+        "asan", "kv_gather.cu", "kv_gather.cu", "from >= len ", "from > 2 * len ", "moves"
     ),
     "short-shared-memory": Fault(
         "asan",
@@ -77,19 +78,19 @@ def planted(fault: Fault, folder: Path) -> Path:
     """Build a library of the fault's kind in which one file is changed."""
     text = (KERNELS / fault.file).read_text()
     assert text.count(fault.good) == 1, f"{fault.file} has changed; plant the fault elsewhere"
-    for name in {fault.source, fault.file}:
-        (folder / name).write_text((KERNELS / name).read_text())
-    (folder / fault.file).write_text(text.replace(fault.good, fault.bad))
+    shutil.copytree(KERNELS, folder / "kernels")
+    for name in ("cpu", "ops.gen.h"):
+        (folder / name).symlink_to(kernel_builds.PLUGINS / name)
+    (folder / "kernels" / fault.file).write_text(text.replace(fault.good, fault.bad))
     kernel_builds.library(fault.kind)  # makes the other objects
     flags = [*kernel_builds.compile_flags(), *kernel_builds.KINDS[fault.kind]]
-    flags += ["-iquote", str(KERNELS), "-I", str(kernel_builds.PLUGINS)]
-    changed = folder / "changed.o"
-    compiler = kernel_builds.compiler()
-    source = str(folder / fault.source)
+    changed, compiler = folder / "changed.o", kernel_builds.compiler()
+    source = str(folder / "kernels" / fault.source)
     kernel_builds.run([compiler, *flags, "-c", "-x", "c++", source, "-o", str(changed)])
     built = kernel_builds.ROOT / "build/kernels" / fault.kind
-    objects = [changed if s.name == fault.source else built / f"{s.stem}.o"
-               for s in kernel_builds.SOURCES]  # fmt: skip
+    others = [s for s in kernel_builds.SOURCES if s.name != fault.source]
+    # First, so that the linker takes templates from it.
+    objects = [changed, *(built / f"{s.stem}.o" for s in others)]
     target = folder / "libfault.so"
     link = [compiler, *kernel_builds.KINDS[fault.kind], "-shared", *map(str, objects)]
     kernel_builds.run([*link, "-o", str(target)])

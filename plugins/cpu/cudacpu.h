@@ -88,7 +88,7 @@ CUDACPU_NOSAN inline void run_block(Context& c, std::mt19937_64& random,
                                     std::vector<unsigned>& order) {
   c.live = c.threads;
   c.arrived = 0;
-  CUDACPU_RELEASE(&c.end);  // what the host wrote reaches the threads
+  CUDACPU_RELEASE(&c.begin);  // what the host wrote reaches the threads
   for (unsigned i = 0; i < c.threads; ++i) rewind(c.fibers[i]);
   const std::uint64_t kind = schedule();
   while (c.live) {

@@ -105,10 +105,11 @@ struct Context {
   unsigned generation = 0;
   unsigned char* dynamic = nullptr;
   std::string error;
-  // Addresses for the happens-before relation: barriers, warps, end of a block.
+  // Addresses for the happens-before relation: barriers, warps, begin and end of a block. With one
+  // address for both ends, a thread that runs to its end would be ordered before the next.
   char barrier[2] = {0, 0};
   char warp[kMaxThreads / kWarp] = {};
-  char end = 0;
+  char begin = 0, end = 0;
 };
 
 inline Context& context() {
@@ -169,7 +170,7 @@ CUDACPU_NOSAN inline void trampoline() {
   __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
   c.main.stack = const_cast<char*>(static_cast<const char*>(bottom));
 #endif
-  CUDACPU_ACQUIRE(&c.end);  // after the host and the block before
+  CUDACPU_ACQUIRE(&c.begin);  // after the host and the block before
   c.entry(c.arg);
   CUDACPU_RELEASE(&c.end);
   c.current->state = State::kDone;

@@ -169,6 +169,10 @@ class Plugin final : public nvinfer1::IPluginV3,
       }
     }
     for (std::int32_t i = 0; i < kOutputCount; ++i) {
+      if (Op::kAliases[i] >= 0) {  // the very expressions: TensorRT need not prove them equal
+        outputs[i] = inputs[Op::kAliases[i]];
+        continue;
+      }
       outputs[i].nbDims = Op::kOutputs[i].rank;
       for (std::int32_t axis = 0; axis < outputs[i].nbDims; ++axis) {
         const std::string_view symbol = dimension(Op::kOutputs[i].shape, axis);
