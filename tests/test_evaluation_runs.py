@@ -32,6 +32,13 @@ def test_contrasts_name_variants_that_run() -> None:
         variants.pick(variants.ONE_SHOT, ["random-block"])
 
 
+def test_every_variant_of_a_stream_holds_its_budget() -> None:
+    for spec in variants.STREAM:
+        options = spec.options or None
+        made = resolve(spec.eviction, selector=spec.selector, scope=spec.scope, options=options)
+        assert made.scope == ("none" if spec.name == "full" else "both"), spec.name
+
+
 def test_only_what_draws_is_repeated() -> None:
     topk_first = {"prefill_selector": "topk"}
     cases = [

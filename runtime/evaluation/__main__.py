@@ -206,7 +206,7 @@ def _prepare(
 
 def _variant(config: ModelConfig, spec: Spec) -> Variant:
     options = dict(spec.options) or None
-    policy = resolve(spec.eviction, selector=spec.selector, options=options)
+    policy = resolve(spec.eviction, selector=spec.selector, scope=spec.scope, options=options)
     if not policy.evicts:
         return Variant(spec, policy, None)
     made = ir.to_proto(eviction_model(config, policy))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from kvsift.builder.errors import unknown_name
 from kvsift.builder.package import Policy
@@ -15,12 +16,13 @@ PAPER = "mean_qk/walk/reservoir"
 
 @dataclass(frozen=True)
 class Spec:
-    """A variant as a user would ask for it: `--eviction`, `--selector` and `--set` pairs."""
+    """A variant as a user would ask for it: `--eviction`, `--selector`, `--set`, `--scope`."""
 
     name: str
     eviction: str
     selector: str | None = None
     options: dict[str, int | float | str] = field(default_factory=dict)
+    scope: Literal["prefill", "both"] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,10 @@ def _prefill_topk(mode: str) -> Spec:
 _GRID = [
     _nexus(m, w, s) for m, w, s in itertools.product(MODES, (True, False), ("reservoir", "topk"))
 ]
-_ANCHORS = [
-    Spec("full", "full"),
-    Spec("streaming", "streaming"),
-    Spec(
-        "random-blocks",
-        "random",
-        options={"block_size": 32, "sink_units": 1, "recent_units": 1},
-    ),
-]
+_RANDOM_BLOCKS = Spec(
+    "random-blocks", "random", options={"block_size": 32, "sink_units": 1, "recent_units": 1}
+)
+_ANCHORS = [Spec("full", "full"), Spec("streaming", "streaming")]
 _RANDOM_TOKENS = Spec("random-tokens", "random")
 _SMALL_BLOCKS = Spec(
     "per_head/walk/topk, blocks of 8",
@@ -79,11 +76,20 @@ _SMALL_BLOCKS = Spec(
 
 #: The variants of each measurement. One eviction at a prompt's end cannot tell
 #: prefill_selector=topk from selector topk, so only one mode shows it there.
-ONE_SHOT = [*_GRID, _prefill_topk("mean_prob"), _SMALL_BLOCKS, *_ANCHORS, _RANDOM_TOKENS]
+ONE_SHOT = [
+    *_GRID,
+    _prefill_topk("mean_prob"),
+    _SMALL_BLOCKS,
+    *_ANCHORS,
+    _RANDOM_BLOCKS,
+    _RANDOM_TOKENS,
+]
 STREAM = [
     *(s for s in _GRID if "/walk/" in s.name),
     *(_prefill_topk(m) for m in MODES),
     *_ANCHORS,
+    # By itself it would stop evicting at the prompt's end and keep more than the others.
+    replace(_RANDOM_BLOCKS, scope="both"),
 ]
 
 #: Pairs (a, b) whose difference a - b answers one question each.
