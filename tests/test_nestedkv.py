@@ -120,7 +120,11 @@ def test_without_its_parts_it_is_keydiff(implementation: str, units: int, seed: 
     x = inputs(drifting(seed, 2, 2, units, 8))
     off: dict[str, ops.Value] = {"continuum": 0, "adaptive": 0, "gate": 0}
     plain = score(implementation, "NestedKVScore", x, **off, **SMALL)
-    assert np.array_equal(plain, score(implementation, "KeyDiffScore", x))
+    keydiff = score(implementation, "KeyDiffScore", x)
+    if implementation == "onnx":
+        assert np.array_equal(plain, keydiff)
+    else:  # kernels of their own, which sum in another order
+        np.testing.assert_allclose(plain, keydiff, rtol=0, atol=1e-6)
 
 
 @every
@@ -134,7 +138,8 @@ def test_scores_lie_between_0_and_1(
     x = inputs(drifting(seed, 2, 2, units, 8))
     switches: dict[str, ops.Value] = {"adaptive": int(adaptive), "gate": int(gate)}
     got = score(implementation, "NestedKVScore", x, **switches, **SMALL)
-    assert ((got >= 0) & (got <= 1)).all()
+    rounding = 0.0 if implementation == "onnx" else 1e-6
+    assert ((got >= -rounding) & (got <= 1 + rounding)).all()
     if units == 1:  # one unit is like itself at every scale
         assert (got == 0).all()
 
