@@ -35,7 +35,7 @@ struct Head {
 
 // parts [B, Hkv, rows, chunks]; the grid is (chunks, tiles of rows, B * Hkv).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 3)
     token_log_sums(AccumUpdateArgs a, const float* queries, LogSum* parts, float* kept) {
   __shared__ TileShared shared;
   const int b = blockIdx.z / a.Hkv, g = blockIdx.z % a.Hkv;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // Adds what every query of the step pays to a tile of rows; the grid is (tiles, Hkv, B).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 3)
     accumulate(AccumUpdateArgs a, const float* queries, const float* log_sums, float* kept) {
   __shared__ TileShared shared;
   __shared__ TileShares shares;

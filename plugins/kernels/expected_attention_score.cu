@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // logits [E, Hq, N], -inf where a unit is not rated; the grid is (tiles of units, Hq, E).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 3)
     rate(ExpectedAttentionScoreArgs a, const float* means, const float* moments, float* logits) {
   __shared__ TileShared shared;
   __shared__ float parts[kTileRows / kHeldRows][kTileTokens];

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRowThreads) count_row(NestedKVScoreArgs a, in
 
 // Sums k / |k| over each episodic block, into its memory; the grid is (rows, blocks).
 template <class T>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 2)
     sum_blocks(NestedKVScoreArgs a, NestedSpace space, int lanes) {
   __shared__ float shared[kRowThreads * RowPart<T>::kSize];
   const std::int64_t row = blockIdx.x;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_direction(RowPart<T>& key, const UnitRows<T
 
 // The grid is (rows, parts of a row); a group of lanes handles kRun tokens in turn.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 2)
     compare(NestedKVScoreArgs a, NestedSpace space, int lanes) {
   const std::int64_t row = blockIdx.x;
   const int n = space.counts[row];

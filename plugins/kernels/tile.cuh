@@ -71,11 +71,12 @@ __device__ __forceinline__ void load_keys(TileShared& s, const TileInput<T>& in,
                                           int slice) {
   constexpr int kPieces = kTileSlice / kVector<T>;
   constexpr int kLoads = kTileTokens * kPieces / kTileThreads;
+  [[maybe_unused]] constexpr int kHeads = 16 / kLoads;  // at a time: 16 loads
   float sums[kLoads][kVector<T>] = {};
   const int d = threadIdx.x % kPieces * kVector<T>;  // the same for all of a thread's loads
   if (slice + d < in.D) {
     const T* from = in.keys + std::int64_t{first_token} * in.D + slice + d;
-#pragma unroll 4
+#pragma unroll(kHeads)
     for (int h = 0; h < in.heads; ++h) {
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ LogSum unit_sum(const float* logit, int first, int la
 
 // log sum of exp(logit) of each unit, unit_logs [E, heads, W, N]; the grid is (units, groups, E).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 2)
     unit_log_sums(WindowMassArgs a, Layout layout, const float* queries, float* unit_logs) {
   __shared__ TileShared shared;
   __shared__ TileShares logits;  // -inf where a query does not see the token

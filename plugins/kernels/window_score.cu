@@ -46,7 +46,7 @@ struct Head {
 
 // parts [E, Hkv, rows, chunks]; the grid is (chunks, tiles of rows, E * Hkv).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 3)
     token_log_sums(WindowScoreArgs a, const float* queries, LogSum* parts, float* kept) {
   __shared__ TileShared shared;
   const int e = blockIdx.z / a.Hkv, g = blockIdx.z % a.Hkv;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // What the window pays to each token: paid [E, Hq, N]; the grid is (tiles of tokens, Hkv, E).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 3)
     pay(WindowScoreArgs a, const float* queries, const float* log_sums, float* kept, float* paid) {
   __shared__ TileShared shared;
   __shared__ TileShares shares;
