@@ -103,10 +103,6 @@ class Engine:
         self.scratch = self.session.new_cache(1, limits.chunk)
         self._requests = 0
         self._busy = False
-        #: Overwrite what is evicted or stale: tests use it to show that it changes nothing. With
-        #: NaN, or with large numbers in the portable form, which multiplies stale rows by 0.
-        self.poison = False
-        self._poison = np.nan if self.manifest.attention == "gqa" else 1e4
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -257,9 +253,6 @@ class Engine:
         slot = self._slot(sequence, index, self.budgets.capacity // policy.block_size)
         move_to(self.cache, self.scratch, source, slot, units)
         slot.coverages = source.coverages
-        if self.poison:
-            self.scratch.poison(0, 0, self._poison)
-            self.cache.poison(index, slot.lens, self._poison)
         sequence.slot = slot
         row: Logits = self._last(output.logits)[0]
         return row
@@ -291,8 +284,6 @@ class Engine:
                 compact(self.cache, slot, units, self.manifest.policy.needs_order)
                 slot.steps += 1
                 slot.coverages.append(float(output.kept.coverage[:, e].mean()))
-                if self.poison:
-                    self.cache.poison(slot.index, slot.lens, self._poison)
         return self._last(output.logits)
 
     def _last(self, logits: Logits) -> Logits:
