@@ -242,9 +242,10 @@ class Decoder:
         graph.opset_imports.update({"com.microsoft": 1, DOMAIN: OPSET})
         # A body of the plugin's name in the file could be taken for the plugin.
         calls = {} if self._form == "tensorrt" else self._g.calls
+        fixed = self._form == "tensorrt-rtx"
         return ir.Model(
             graph,
             ir_version=IR_VERSION,
             producer_name="kvsift",
-            functions=eviction.functions(self.config, self._policy, calls),
+            functions=eviction.functions(self.config, self._policy, calls, fixed=fixed),
         )

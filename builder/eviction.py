@@ -189,14 +189,19 @@ def selector_attributes(policy: Policy) -> dict[str, int | float]:
 
 
 def functions(
-    config: ModelConfig, policy: Policy, calls: dict[str, dict[str, int | float]]
+    config: ModelConfig,
+    policy: Policy,
+    calls: dict[str, dict[str, int | float]],
+    *,
+    fixed: bool = False,
 ) -> list[ir.Function]:
-    """Return the bodies, in standard ONNX, of the ops that the graph calls."""
+    """Return the bodies, in standard ONNX, of the ops that the graph calls; see `Dims.fixed`."""
     dims = Dims(
         window_heads=config.num_heads if policy.window_heads != "mean" else 1,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         window=policy.window,
+        fixed=fixed,
     )
     return [body(op, attributes, dims) for op, attributes in calls.items()]
 
