@@ -1,35 +1,21 @@
 """The commands of `kvsift eval`, also `python -m kvsift.runtime.evaluation`.
 
-The only module here that builds: it makes the evaluation engine and one eviction model per variant.
+`builds` makes the evaluation engines and one eviction model per variant.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import onnx_ir as ir
-import onnxruntime as ort
 import typer
 
-import kvsift
-from kvsift.builder.errors import EngineError, KvsiftError, PackageError, UsageError
-from kvsift.builder.eviction_model import eviction_model
-from kvsift.builder.package import Limits, ModelConfig, load_manifest
-from kvsift.builder.policies import resolve
-from kvsift.builder.targets.ort import BuildOptions, build
-from kvsift.builder.weights import default_model, open_model
-from kvsift.runtime.evaluation import fidelity, needles, runner, texts
-from kvsift.runtime.evaluation.lab import Lab
+from kvsift.builder.errors import EngineError, KvsiftError, UsageError
+from kvsift.runtime.evaluation import builds, fidelity, needles, runner, texts
 from kvsift.runtime.evaluation.store import Store
-from kvsift.runtime.evaluation.variants import ONE_SHOT, PAPER, STREAM, Spec, Variant, pick
-
-#: What the evaluation engine's own policy is: the one whose window serves all others.
-READER = {"head_reduce": "mean_prob"}
+from kvsift.runtime.evaluation.variants import ONE_SHOT, PAPER, STREAM, Spec, pick
 
 app = typer.Typer(
     help="Measure quality.",
@@ -115,11 +101,13 @@ def needles_command(
 
     Example: kvsift eval needles --samples 32 --out results
     """
-    lab, variants = _prepare(out, model, prompt + 128, ONE_SHOT, variant, threads)
+    lab, variants = builds.prepare(out, model, prompt + 128, pick(ONE_SHOT, variant), threads)
     template = needles.load_template(out / "engine")
     text = texts.load_prose(prose)
     haystacks = texts.prose_samples(lab.tokenizer, text, _prose_name(prose), samples, prompt)
-    settings = {"prompt": prompt, "densities": density, "seeds": seeds} | _common(lab, variants)
+    settings = {"prompt": prompt, "densities": density, "seeds": seeds} | builds.recorded(
+        lab, variants
+    )
     store = Store(out / "needles.jsonl", settings)
 
     def measure(sample: texts.Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -153,12 +141,12 @@ def _fidelity(
     threads: int,
 ) -> None:
     size = settings.prompt + settings.follow
-    lab, variants = _prepare(out, model, size + 64, specs, only, threads)
+    lab, variants = builds.prepare(out, model, size + 64, pick(specs, only), threads)
     essays = texts.prose_samples(
         lab.tokenizer, texts.load_prose(prose), _prose_name(prose), samples, size
     )
     code = texts.code_samples(lab.tokenizer, samples, size)
-    recorded = asdict(settings) | _common(lab, variants)
+    recorded = asdict(settings) | builds.recorded(lab, variants)
     store = Store(out / f"{title}.jsonl", recorded)
 
     def measure(sample: texts.Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -188,48 +176,8 @@ def _report(
     return runner.write_reports(out, title, store, settings, metric, label, reference)
 
 
-def _prepare(
-    out: Path, model: Path | None, capacity: int, specs: list[Spec], only: list[str], threads: int
-) -> tuple[Lab, list[Variant]]:
-    """Return the evaluation engine, built if it is not there, and the variants."""
-    engine = out / "engine"
-    source = open_model(default_model() if model is None else model)
-    try:
-        found = load_manifest(engine)
-        if found.model != source.config:
-            raise UsageError(f"{engine} is of another model; choose another --out")
-    except PackageError:
-        limits = Limits(max_input=4096, max_output=1024, max_batch=1, density=0.2, max_density=1.0)
-        print(f"building the evaluation engine in {engine}", file=sys.stderr)
-        options = BuildOptions(all_logits=True, force=True)
-        build(source, resolve("nexus", options=READER), limits, engine, options)
-    lab = Lab(engine, capacity, threads or None)
-    return lab, [_variant(lab.manifest.model, spec) for spec in pick(specs, only)]
-
-
-def _variant(config: ModelConfig, spec: Spec) -> Variant:
-    options = dict(spec.options) or None
-    policy = resolve(spec.eviction, selector=spec.selector, scope=spec.scope, options=options)
-    if not policy.evicts:
-        return Variant(spec, policy, None)
-    made = ir.to_proto(eviction_model(config, policy))
-    return Variant(spec, policy, made.SerializeToString())
-
-
 def _prose_name(path: Path | None) -> str:
     return texts.ESSAYS_WHEEL if path is None else path.name
-
-
-def _common(lab: Lab, variants: list[Variant]) -> dict[str, Any]:
-    """Return what else must be equal for results to belong together."""
-    return {
-        "kvsift": kvsift.__version__,
-        "onnxruntime": ort.__version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "weights": lab.manifest.files["model.data"].sha256[:16],
-        "variants": {v.name: v.policy.model_dump() for v in variants},
-    }
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ def _greedy(lab: Lab, variant: Variant, slot: Any, first: Floats, max_tokens: in
     ends = set(lab.manifest.model.eos_token_ids)
     tokens = [int(first.argmax())]
     while len(tokens) < max_tokens and tokens[-1] not in ends:
-        logits = lab.force(slot, tokens[-1:])[-1]
+        logits = lab.force(variant, slot, tokens[-1:])[-1]
         lab.evict_full(variant, slot)
         tokens.append(int(logits.argmax()))
     return str(lab.tokenizer.decode(tokens))

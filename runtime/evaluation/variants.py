@@ -23,6 +23,7 @@ class Spec:
     selector: str | None = None
     options: dict[str, int | float | str] = field(default_factory=dict)
     scope: Literal["prefill", "both"] | None = None
+    scorer: str | None = None
 
 
 @dataclass(frozen=True)
