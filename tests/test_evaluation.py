@@ -15,7 +15,7 @@ from kvsift.builder.errors import CapacityError, EngineError, UsageError
 from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.policies import resolve
 from kvsift.runtime.chat import ChatTemplate, encode_chat
-from kvsift.runtime.evaluation import builds, fidelity, needles, texts, variants
+from kvsift.runtime.evaluation import builds, fidelity, needles, suites, texts
 from kvsift.runtime.evaluation.lab import Lab, fair_budget
 from kvsift.runtime.evaluation.variants import Spec, Variant
 
@@ -136,7 +136,7 @@ def test_kl_is_that_of_scipy(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("density", "tokens"), [(0.2, 192), (0.5, 512), (0.001, 96)])
 def test_every_variant_gets_the_same_number_of_tokens(density: float, tokens: int) -> None:
-    for mode in variants.MODES:
+    for mode in suites.MODES:
         policy = resolve("nexus", options={"head_reduce": mode})
         assert fair_budget(policy, 1024, density) == tokens // 32
     if density >= 0.2:
@@ -154,9 +154,15 @@ def test_a_lab_refuses_other_engines_and_long_texts(engines: Engines, lab: Lab) 
     lab.read(prompt(128))
     with pytest.raises(EngineError, match="reads 65 queries"):
         lab.evict(wide, 2, 0)
-    slot = lab.evict(variant(lab, "full"), None, 0)
+    full = variant(lab, "full")
+    slot = lab.evict(full, None, 0)
     with pytest.raises(CapacityError, match="cache holds"):
-        lab.force(slot, prompt(400))
+        lab.force(full, slot, prompt(400))
+    other = variant(lab, "expected_attention", sink_units=8)
+    with pytest.raises(EngineError, match="leaves 8 sinks out"):
+        lab.evict(other, 12, 0)
+    with pytest.raises(EngineError, match="different numbers of tokens"):
+        Lab(engines.root / "lab" / "engine", 256).stage(variant(lab, "nestedkv").policy)
 
 
 def lab_directory(engines: Engines) -> Path:

@@ -65,7 +65,6 @@ def make_variant(config: ModelConfig, spec: Spec) -> Variant:
     """Return a spec's resolved policy with its eviction model."""
     policy = resolve(
         spec.eviction,
-        scorer=spec.scorer,
         selector=spec.selector,
         scope=spec.scope,
         options=dict(spec.options) or None,
