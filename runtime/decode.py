@@ -46,6 +46,4 @@ def decode(engine: Engine, sequences: Seq[Sequence]) -> NDArray[np.float32]:
             compact(engine.cache, slot, kept_units(output.kept, e), policy.needs_order)
             slot.steps += 1
             slot.coverages.append(float(output.kept.coverage[:, e].mean()))
-            if engine.poison:
-                engine.cache.poison(slot.index, slot.lens, engine.poison_value)
     return engine.last_logits(output.logits)

@@ -78,10 +78,6 @@ class Engine:
         self.scratch = self.session.new_cache(1, limits.chunk)
         self._requests = 0
         self._busy = False
-        #: Overwrite what is evicted or stale: tests use it to show that it changes nothing. With
-        #: NaN, or with large numbers in the portable form, which multiplies stale rows by 0.
-        self.poison = False
-        self.poison_value = np.nan if self.manifest.attention == "gqa" else 1e4
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -90,7 +90,4 @@ class Prefill:
         slot = engine.new_slot(self.sequence, self.index, units_held)
         move_to(engine.cache, engine.scratch, source, slot, units)
         slot.coverages = source.coverages
-        if engine.poison:
-            engine.scratch.poison(0, 0, engine.poison_value)
-            engine.cache.poison(self.index, slot.lens, engine.poison_value)
         self.sequence.slot = slot

@@ -286,12 +286,12 @@ def probed(engine: Engine, poison: bool = False, watch: Watch | None = None) -> 
     session = engine.session
     try:
         engine.__dict__.update(changed)
-        engine.poison = poison
+        engine.cache.poison = engine.scratch.poison = poison
         yield probe
     finally:
         del engine.__dict__["prefill"], engine.__dict__["advance"]
         engine.session = session
-        engine.poison = False
+        engine.cache.poison = engine.scratch.poison = False
 
 
 def run_and_inspect(
