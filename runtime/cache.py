@@ -23,7 +23,9 @@ class KVCache:
     `keys[i]` and `values[i]` float32 [slots, Hkv, C_i, D] with C_i tokens of capacity; `ring`
     float32 [slots, W + 1, L*Hq*D] holds the newest queries of all layers, None without a query
     window; `states[name][i]` [slots, ...] as in `builder/states.py`. Rows are addressed by slot
-    and row; of each row only the first `len` entries are valid, nothing else is ever read.
+    and row; of each row only the first `len` entries are valid. GroupQueryAttention reads nothing
+    else; the portable form multiplies the rest by 0, so there it is kept at 0: what one request
+    left behind, were it NaN, would reach the next one otherwise.
     """
 
     def __init__(self, manifest: Manifest, slots: int, capacity: int | Sequence[int]) -> None:
@@ -31,6 +33,9 @@ class KVCache:
         layers = model.num_layers
         sizes = [capacity] * layers if isinstance(capacity, int) else list(capacity)
         self.slots = slots
+        #: Spoil what is evicted, moved away or stale with NaN: tests show that it changes nothing.
+        self.poison = False
+        self._zero_stale = manifest.attention != "gqa"
         self._heads = model.num_kv_heads
         shapes = [(slots, model.num_kv_heads, size, model.head_dim) for size in sizes]
         self.keys: list[Floats] = [np.zeros(shape, np.float32) for shape in shapes]
@@ -65,7 +70,8 @@ class KVCache:
         return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def clear_memory(self, slot: int) -> None:
-        """Forget the slot's queries and states, so that nothing of an earlier request is read."""
+        """Forget all of an empty slot, so that nothing of an earlier request is read."""
+        self._end_rows(slot, 0)
         if self.ring is not None:
             self.ring[slot] = 0.0
         for arrays in self.states.values():
@@ -87,6 +93,8 @@ class KVCache:
         self, source: KVCache, source_slot: int, slot: int, rows: Sequence[LayerRows]
     ) -> None:
         """Copy rows of a slot of `source` (self allowed) to the front of `slot`, in order."""
+        if self.poison:
+            self._poison_rows(slot, rows if source is self else None)
         for i, index in enumerate(rows):
             pairs = [(self.keys, source.keys), (self.values, source.values)]
             pairs += zip(self._by_row, source._by_row, strict=True)
@@ -97,6 +105,9 @@ class KVCache:
                         target[head, : len(picked)] = held[head, picked]
                 else:
                     target[:, : len(index)] = held[:, index]
+        self._end_rows(slot, _lengths(rows))
+        if self.poison and source is not self:
+            source._poison_rows(source_slot, None)
 
     def copy_memory(self, source: KVCache, source_slot: int, slot: int) -> None:
         """Copy the queries and the states that belong to a slot of another cache."""
@@ -122,14 +133,42 @@ class KVCache:
                 else:
                     for head, block in enumerate(target):
                         array[head, block * size : (block + 1) * size] = moved[head]
+        self._end_rows(slot, start)
 
-    def poison(self, slot: int, lens: Ints | int, value: float) -> None:
-        """Overwrite the rows from `lens` ([L, 1 or Hkv], or one for all) on.
+    def _end_rows(self, slot: int, ends: Sequence[Sequence[int]] | int) -> None:
+        """Zero (or spoil) what follows the valid rows of a slot, from `ends` on.
 
-        For tests: what a row that is not valid holds changes nothing.
+        `ends` is one for all, or [L][1 or Hkv].
         """
-        ends = np.broadcast_to(lens, (len(self.keys), self._heads))
-        for i, row in enumerate(ends):
-            for array in (self.keys[i], self.values[i]):
-                for head, end in enumerate(row):
-                    array[slot, head, end:] = value
+        if not (self._zero_stale or self.poison):
+            return
+        value = 0.0 if self._zero_stale else np.nan
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            row = [ends] if isinstance(ends, int) else ends[i]
+            for head, end in enumerate(row):
+                heads = slice(None) if len(row) == 1 else head
+                keys[slot, heads, end:] = value
+                values[slot, heads, end:] = value
+
+    def _poison_rows(self, slot: int, kept: Sequence[LayerRows] | None) -> None:
+        """Fill all rows of a slot with NaN, or all but the kept ones."""
+        for i, arrays in enumerate(zip(self.keys, self.values, strict=True)):
+            for head in range(self._heads):
+                gone = np.ones(self.keys[i].shape[2], bool)
+                if kept is not None:
+                    gone[_of_head(kept[i], head)] = False
+                for array in arrays:
+                    array[slot, head, gone] = np.nan
+
+
+def _of_head(rows: LayerRows, head: int) -> Rows:
+    """Return the rows of one head."""
+    return rows[head] if isinstance(rows, list) or rows.ndim == 2 else rows
+
+
+def _lengths(rows: Sequence[LayerRows]) -> list[list[int]]:
+    """Return how many rows each layer keeps, for all heads or for each."""
+    return [
+        [len(r) for r in index] if isinstance(index, list) or index.ndim == 2 else [len(index)]
+        for index in rows
+    ]
