@@ -1,4 +1,4 @@
-"""The `kvsift` command: generate, chat, doctor."""
+"""The `kvsift` command: generate, chat, doctor, bench, eval."""
 
 from __future__ import annotations
 
@@ -215,6 +215,10 @@ def doctor(debug: Debug = False) -> None:
     console.print_table("kvsift doctor", ["what", "", "found", "fix"], rows)
     if not all(c.good for c in checks if c.needed):
         raise typer.Exit(console.EXIT_FAILURE)
+
+
+console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed and memory.")
+console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
 
 
 def _load(engine: Path, threads: int | None, verify: bool = False) -> LLM:

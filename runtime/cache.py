@@ -35,8 +35,11 @@ class KVCache(Protocol):
 
     Layer i has room for C_i tokens: keys and values [slots, Hkv, C_i, D]. With them go the query
     ring [slots, W + 1, L*Hq*D] of policies with a query window, and the states of
-    `builder/states.py`. Of each row only the first `len` entries are valid, nothing else is ever
-    read. What a method does is done before the next step and before anything is read.
+    `builder/states.py`. Of each row only the first `len` entries are valid. What a method does is
+    done before the next step and before anything is read.
+
+    What an earlier request left behind never reaches a later one: attention that multiplies rows
+    behind the valid ones by 0 must find numbers there, not NaN.
     """
 
     @property
@@ -60,7 +63,7 @@ class KVCache(Protocol):
         ...
 
     def clear_memory(self, slot: int) -> None:
-        """Forget the slot's queries and states, so that nothing of an earlier request is read."""
+        """Forget all of an empty slot, so that nothing of an earlier request is read."""
         ...
 
     def grow(self, layer: int, capacity: int) -> None:
@@ -92,13 +95,6 @@ class KVCache(Protocol):
 
         `targets` int32 [L, R], R = 1 when all heads of a layer move the same block. No block is
         its own target.
-        """
-        ...
-
-    def poison(self, slot: int, lens: Ints | int, value: float) -> None:
-        """Overwrite the rows from `lens` ([L, 1 or Hkv], or one for all) on.
-
-        For tests: what a row that is not valid holds changes nothing.
         """
         ...
 

@@ -12,7 +12,8 @@ from kvsift.builder.states import STATES
 from kvsift.runtime.cache import KEY, VALUE, Array, Ints, KeptUnits, KVCache
 
 Floats = NDArray[np.float32]
-Rows = NDArray[np.int64]
+#: Rows [n] of one layer: one array for all heads, or one per head.
+LayerRows = list[NDArray[np.int64]]
 
 
 class HostCache:
@@ -20,6 +21,8 @@ class HostCache:
 
     `keys[i]` and `values[i]` float32 [slots, Hkv, C_i, D]; `ring` float32 [slots, W + 1, L*Hq*D],
     None without a query window; `states[name][i]` [slots, ...] as in `builder/states.py`.
+    GroupQueryAttention reads nothing behind the valid rows; the portable form multiplies it by 0,
+    so there it is kept at 0.
     """
 
     def __init__(self, manifest: Manifest, slots: int, capacity: int | Sequence[int]) -> None:
@@ -27,6 +30,9 @@ class HostCache:
         layers = model.num_layers
         sizes = [capacity] * layers if isinstance(capacity, int) else list(capacity)
         self.slots = slots
+        #: Spoil what is evicted, moved away or stale with NaN: tests show that it changes nothing.
+        self.poison = False
+        self._zero_stale = manifest.attention != "gqa"
         self._heads = model.num_kv_heads
         shapes = [(slots, model.num_kv_heads, size, model.head_dim) for size in sizes]
         self.keys: list[Floats] = [np.zeros(shape, np.float32) for shape in shapes]
@@ -61,7 +67,8 @@ class HostCache:
         return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def clear_memory(self, slot: int) -> None:
-        """Forget the slot's queries and states, so that nothing of an earlier request is read."""
+        """Forget all of an empty slot, so that nothing of an earlier request is read."""
+        self._end_rows(slot, 0)
         if self.ring is not None:
             self.ring[slot] = 0.0
         for arrays in self.states.values():
@@ -90,21 +97,22 @@ class HostCache:
     ) -> None:
         """Copy the kept units of a slot of `source` (self allowed) to the front of `slot`."""
         theirs = self._same_kind(source)
+        rows = [_layer_rows(kept, lens, block_size, i) for i in range(len(self.keys))]
+        if self.poison:
+            self._poison_rows(slot, rows if source is self else None)
         pairs = [(self.keys, theirs.keys), (self.values, theirs.values)]
         pairs += zip(self._by_row, theirs._by_row, strict=True)
-        for i, (keep, counts) in enumerate(zip(kept.keep, kept.counts, strict=True)):
-            lengths = np.broadcast_to(lens[i], counts.shape)
-            rows = [
-                _unit_rows(units[:count], int(length), block_size)
-                for units, count, length in zip(keep, counts, lengths, strict=True)
-            ]
-            for to, origin in pairs:
+        for to, origin in pairs:
+            for i, picked in enumerate(rows):
                 held, target = origin[i][source_slot], to[i][slot]
-                if len(rows) == 1:
-                    target[:, : len(rows[0])] = held[:, rows[0]]
+                if len(picked) == 1:
+                    target[:, : len(picked[0])] = held[:, picked[0]]
                     continue
-                for head, picked in enumerate(rows):
-                    target[head, : len(picked)] = held[head, picked]
+                for head, index in enumerate(picked):
+                    target[head, : len(index)] = held[head, index]
+        self._end_rows(slot, [[len(r) for r in picked] for picked in rows])
+        if self.poison and theirs is not self:
+            theirs._poison_rows(source_slot, None)
 
     def copy_memory(self, source: KVCache, source_slot: int, slot: int) -> None:
         """Copy the queries and the states that belong to a slot of another cache."""
@@ -128,14 +136,7 @@ class HostCache:
                 else:
                     for head, block in enumerate(target):
                         array[head, block * size : (block + 1) * size] = moved[head]
-
-    def poison(self, slot: int, lens: Ints | int, value: float) -> None:
-        """Overwrite the rows from `lens` ([L, 1 or Hkv], or one for all) on."""
-        ends = np.broadcast_to(lens, (len(self.keys), self._heads))
-        for i, row in enumerate(ends):
-            for array in (self.keys[i], self.values[i]):
-                for head, end in enumerate(row):
-                    array[slot, head, end:] = value
+        self._end_rows(slot, start)
 
     def read(self, slot: int, layer: int) -> dict[str, Array]:
         """Return what a slot holds in a layer; the arrays are the cache's own memory."""
@@ -166,8 +167,39 @@ class HostCache:
         assert isinstance(source, HostCache), "caches of one engine are of one kind"
         return source
 
+    def _end_rows(self, slot: int, ends: Sequence[Sequence[int]] | int) -> None:
+        """Zero (or spoil) what follows the valid rows of a slot, from `ends` on.
 
-def _unit_rows(kept: Ints, length: int, block_size: int) -> Rows:
-    """Return the rows int64 [n] of kept units [k] of a row of `length`."""
-    rows = (kept[:, None].astype(np.int64) * block_size + np.arange(block_size)).reshape(-1)
-    return rows[rows < length]
+        `ends` is one for all, or [L][1 or Hkv].
+        """
+        if not (self._zero_stale or self.poison):
+            return
+        value = 0.0 if self._zero_stale else np.nan
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            row = [ends] if isinstance(ends, int) else ends[i]
+            for head, end in enumerate(row):
+                heads = slice(None) if len(row) == 1 else head
+                keys[slot, heads, end:] = value
+                values[slot, heads, end:] = value
+
+    def _poison_rows(self, slot: int, kept: Sequence[LayerRows] | None) -> None:
+        """Fill all rows of a slot with NaN, or all but the kept ones."""
+        for i, arrays in enumerate(zip(self.keys, self.values, strict=True)):
+            for head in range(self._heads):
+                gone = np.ones(self.keys[i].shape[2], bool)
+                if kept is not None:
+                    gone[kept[i][head if len(kept[i]) > 1 else 0]] = False
+                for array in arrays:
+                    array[slot, head, gone] = np.nan
+
+
+def _layer_rows(kept: KeptUnits, lens: Ints, block_size: int, layer: int) -> LayerRows:
+    """Return the kept rows of a layer, of all heads or of each."""
+    counts = kept.counts[layer]
+    lengths = np.broadcast_to(lens[layer], counts.shape)
+    made = []
+    for units, count, length in zip(kept.keep[layer], counts, lengths, strict=True):
+        first = units[:count, None].astype(np.int64) * block_size
+        rows = (first + np.arange(block_size)).reshape(-1)
+        made.append(rows[rows < length])
+    return made

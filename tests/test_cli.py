@@ -237,3 +237,26 @@ def test_doctor_fails_when_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -
     selftest.attention_error.cache_clear()
     assert done.exit_code == 1
     assert "wrong results" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("bench", "--help"), 0, "decode"),
+        (("eval", "--help"), 0, "fidelity"),
+        (("bench", "nothing"), 2, "nothing"),
+        (("bench", "decode", "--batch", "0"), 2, "error: --batch must be"),
+        (("bench", "profile", "--engine", "nowhere"), 1, "error: nowhere is no engine"),
+        (("eval", "tables", "--out", "nowhere"), 2, "error: nowhere has no finished run"),
+    ],
+)
+def test_groups_of_commands(arguments: tuple[str, ...], code: int, said: str) -> None:
+    done = kvsift(*arguments)
+    assert done.exit_code == code, done.output
+    assert said in done.output
+
+
+def test_groups_are_not_imported_until_they_run() -> None:
+    program = "import sys, kvsift.cli; assert 'onnxruntime' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `python -m kvsift.runtime.bench decode|profile|scoring`."""
+"""The commands of `kvsift bench`, also `python -m kvsift.runtime.bench`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ from kvsift.runtime.engine import Engine
 
 DENSE, EVICTED = "full", "nexus"
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Measure speed and memory.",
+)
 
 Context = Annotated[int, typer.Option(help="Tokens of context, those of the prompt.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of every engine.")]
@@ -64,7 +69,7 @@ def decode_command(
 ) -> None:
     """Time dense, evicted and transformers decode, and prefill, in interleaved runs.
 
-    Example: python -m kvsift.runtime.bench decode --context 8192 --json decode.json
+    Example: kvsift bench decode --context 8192 --json decode.json
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     batches, kinds = _integers(batch), _precisions(quantize)
@@ -131,7 +136,7 @@ def profile_command(
 ) -> None:
     """Say where the time of a decode step goes, by op type.
 
-    Example: python -m kvsift.runtime.bench profile --engine ENGINE_DIR --context 8192
+    Example: kvsift bench profile --engine ENGINE_DIR --context 8192
     """
     prompt = text.prompt_of(engine, context)
     found = profiling.profile(engine, prompt, batch, steps, threads)
@@ -173,7 +178,7 @@ def scoring_command(
 ) -> None:
     """Time what every policy's eviction adds to reading a prompt, in an interleaved run.
 
-    Example: python -m kvsift.runtime.bench scoring --policies keydiff,nestedkv
+    Example: kvsift bench scoring --policies keydiff,nestedkv
     """
     source = open_model(model or default_model())
     models = {}

@@ -1,4 +1,4 @@
-"""The commands of the evaluation: `python -m kvsift.runtime.evaluation fidelity|stream|needles`.
+"""The commands of `kvsift eval`, also `python -m kvsift.runtime.evaluation`.
 
 The only module here that builds: it makes the evaluation engine and one eviction model per variant.
 """
@@ -32,7 +32,10 @@ from kvsift.runtime.evaluation.variants import ONE_SHOT, PAPER, STREAM, Spec, Va
 READER = {"head_reduce": "mean_prob"}
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help="Measure quality.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="Directory of engine and results.")]
@@ -63,7 +66,7 @@ def fidelity_command(
 ) -> None:
     """KL to the full cache after one eviction at the prompt's end.
 
-    Example: python -m kvsift.runtime.evaluation fidelity --samples 32 --out results
+    Example: kvsift eval fidelity --samples 32 --out results
     """
     settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
     _fidelity(
@@ -87,7 +90,7 @@ def stream_command(
 ) -> None:
     """KL to the full cache while decoding evicts a block each 32 tokens, in four parts.
 
-    Example: python -m kvsift.runtime.evaluation stream --samples 32 --out results
+    Example: kvsift eval stream --samples 32 --out results
     """
     if follow % 128:
         raise UsageError(f"follow must be a multiple of 128, got {follow}; 512 is the default")
@@ -110,7 +113,7 @@ def needles_command(
 ) -> None:
     """Share of planted secrets that greedy decoding finds after the eviction.
 
-    Example: python -m kvsift.runtime.evaluation needles --samples 32 --out results
+    Example: kvsift eval needles --samples 32 --out results
     """
     lab, variants = _prepare(out, model, prompt + 128, ONE_SHOT, variant, threads)
     template = needles.load_template(out / "engine")
@@ -132,7 +135,7 @@ def needles_command(
 def tables_command(out: Out, reference: Reference = PAPER) -> None:
     """Print the fidelity and needle results of a directory side by side.
 
-    Example: python -m kvsift.runtime.evaluation tables --out results
+    Example: kvsift eval tables --out results
     """
     print(runner.summary(out, reference), end="")
 
