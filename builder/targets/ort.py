@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from kvsift.builder.attention import AttentionForm
 from kvsift.builder.decoder import Decoder
 from kvsift.builder.errors import EngineError, UsageError
 from kvsift.builder.families import tensor_shapes
@@ -20,6 +19,7 @@ from kvsift.builder.linear import Quantize, WeightFile, make_linear
 from kvsift.builder.package import (
     GRAPH,
     WEIGHTS,
+    AttentionForm,
     Limits,
     Manifest,
     TensorSpec,

@@ -20,9 +20,9 @@ from kvsift.builder import names
 from kvsift.builder.errors import EngineError
 from kvsift.builder.package import Policy
 from kvsift.runtime.budgets import BudgetRule, units_of
-from kvsift.runtime.cache import KVCache
 from kvsift.runtime.evaluation.stage import Floats, Stage
 from kvsift.runtime.evaluation.variants import Variant
+from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.sessions import Kept
@@ -186,7 +186,7 @@ class Lab:
         slot.steps += 1
         slot.coverages.append(float(kept.coverage.mean()))
 
-    def _select(self, variant: Variant, cache: KVCache, slot: Slot, prompt_end: bool) -> Kept:
+    def _select(self, variant: Variant, cache: HostCache, slot: Slot, prompt_end: bool) -> Kept:
         """Run the variant's eviction model on a slot of a cache, alone."""
         session, policy = self._policy_session(variant), variant.policy
         if "query_mean" in policy.states and policy.sink_units != self.manifest.policy.sink_units:
@@ -208,7 +208,7 @@ class Lab:
         outputs = [names.KEEP, names.KEEP_LEN, names.COVERAGE]
         return Kept(*session.run(outputs, {k: v for k, v in feed.items() if k in wanted}))
 
-    def _ring(self, policy: Policy, cache: KVCache, slot: Slot) -> Floats:
+    def _ring(self, policy: Policy, cache: HostCache, slot: Slot) -> Floats:
         """Return the query ring [1, W + 1, features] that the policy's own engine would hold."""
         held, size, model = cache.ring, policy.window + 1, self.manifest.model
         assert held is not None

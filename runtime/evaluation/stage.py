@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import load_manifest
-from kvsift.runtime.cache import KVCache
+from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.sessions import Step
 from kvsift.runtime.sessions.ort import OrtSession
-from kvsift.runtime.slots import Slot
+from kvsift.runtime.slots import Slot, past_lens
 
 Floats = NDArray[np.float32]
 
@@ -48,7 +48,7 @@ class Stage:
                 f"{capacity} tokens per sample, and the model has {model.max_positions} positions"
             )
         self.session = OrtSession(directory, self.manifest, threads)
-        self.cache: KVCache = self.session.new_cache(slots, capacity)
+        self.cache = self.session.new_cache(slots, capacity)
 
     def step(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> Floats:
         """Append known tokens to slots, equally many to each, in one step.
@@ -63,19 +63,15 @@ class Stage:
         batch = 1 + max(s.index for s in slots)
         rows: list[Sequence[int] | None] = [None] * batch
         seen = [0] * batch
-        layers, width = slots[0].lens.shape
-        past = np.zeros((layers, batch, width), np.int32)
+        past = past_lens(slots, self.manifest.policy.shared_lens, batch)
         for slot, part in zip(slots, tokens, strict=True):
             rows[slot.index], seen[slot.index] = part, slot.seen
-            past[:, slot.index] = slot.lens
             slot.append(len(part))
-        if self.manifest.policy.shared_lens:
-            past = past[:1]
-        return self._step(self.cache, rows, past.reshape(len(past), -1), seen)
+        return self._step(self.cache, rows, past, seen)
 
     def run(
         self,
-        cache: KVCache,
+        cache: HostCache,
         tokens: Sequence[Sequence[int] | None],
         past: Sequence[int],
         positions: Sequence[int],
@@ -99,7 +95,7 @@ class Stage:
 
     def _step(
         self,
-        cache: KVCache,
+        cache: HostCache,
         tokens: Sequence[Sequence[int] | None],
         past_lens: NDArray[np.int32],
         positions: Sequence[int],
