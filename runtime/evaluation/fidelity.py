@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.runtime.evaluation.lab import Floats, Lab
+from kvsift.runtime.evaluation.lab import Lab
+from kvsift.runtime.evaluation.stage import Floats
 from kvsift.runtime.evaluation.texts import Sample
 from kvsift.runtime.evaluation.variants import Variant
 

@@ -163,7 +163,8 @@ class Lab:
 
     def force(self, variant: Variant, slot: Slot, tokens: Sequence[int]) -> Floats:
         """Append known tokens to an evicted cache in one step; return their logits [S, V]."""
-        return self.stage(variant.policy).step([slot], [tokens])[slot.index]
+        logits: Floats = self.stage(variant.policy).step([slot], [tokens])[slot.index]
+        return logits
 
     def evict_full(self, variant: Variant, slot: Slot) -> bool:
         """Evict in decode if the row is full, as the variant's engine would; say whether it was."""

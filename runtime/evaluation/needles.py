@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.chat import ChatTemplate, encode_chat
 from kvsift.runtime.evaluation.fidelity import eviction_seed
-from kvsift.runtime.evaluation.lab import Floats, Lab
+from kvsift.runtime.evaluation.lab import Lab
+from kvsift.runtime.evaluation.stage import Floats
 from kvsift.runtime.evaluation.texts import PLACES, Sample, place
 from kvsift.runtime.evaluation.variants import Variant
 
