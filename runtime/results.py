@@ -63,21 +63,21 @@ class GenerationResult:
 
         Seeds stay integers of up to 64 bits: read them with a parser that keeps such integers.
         """
-        plain: dict[str, Any] = _plain(asdict(self))
-        plain["timings"]["mean_itl_s"] = _plain(self.timings.mean_itl_s)
-        return plain
+        values: dict[str, Any] = plain(asdict(self))
+        values["timings"]["mean_itl_s"] = plain(self.timings.mean_itl_s)
+        return values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return `value` with only dict, list, str, int, float, bool and None inside."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -114,6 +114,7 @@ def resolve(
         layout="head" if select.per_head_lengths else "sequence",
         states=score.states,
         needs_order=score.needs_order,
+        score_is_mass=score.mass,
         scorer_options=scorer_options.model_dump(),
         selector_options=selector_options.model_dump(),
         **common.model_dump(exclude={"decode_interval"}),

@@ -99,6 +99,8 @@ class Policy(BaseModel):
     layout: Layout = "sequence"
     #: State tensors that the graph updates in every step, see `builder/states.py`.
     states: tuple[str, ...] = ()
+    #: The kept share of the score is a share of attention mass: coverage is defined.
+    score_is_mass: bool = False
     #: Rows must stay in position order (decode evictions gather instead of filling holes).
     needs_order: bool = False
     scorer_options: dict[str, int | float | str] = {}
