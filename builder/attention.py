@@ -11,16 +11,13 @@ In the `head` layout every KV head of a slot is a row of its own, with its own l
 
 from __future__ import annotations
 
-from typing import Literal
-
 import onnx_ir as ir
 
 from kvsift.builder.errors import UsageError
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import INT64, MICROSOFT, GraphBuilder
+from kvsift.builder.package import AttentionForm
 from kvsift.builder.policies.base import Policy
-
-AttentionForm = Literal["gqa", "portable"]
 
 
 class Attention:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvsift.builder import eviction, names
-from kvsift.builder.attention import Attention, AttentionForm
+from kvsift.builder.attention import Attention
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import (
     FLOAT,
@@ -21,6 +21,7 @@ from kvsift.builder.graph import (
 from kvsift.builder.linear import FloatLinear, Linear, WeightFile, concat_rows
 from kvsift.builder.memory import Memory
 from kvsift.builder.ops import DOMAIN, OPSET
+from kvsift.builder.package import AttentionForm
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.weights import WeightSource
 

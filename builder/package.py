@@ -30,8 +30,16 @@ MANIFEST = "kvsift.json"
 GRAPH = "model.onnx"
 WEIGHTS = "model.data"
 README = "README.md"
+#: A TensorRT engine; a package of `--onnx-only` has none until trtexec writes it.
+PLAN = "engine.plan"
 #: Raised whenever an older runtime could misread a package.
 SCHEMA_VERSION = 1
+
+Target = Literal["ort", "tensorrt", "tensorrt-rtx"]
+#: Forms of the attention and the append, see `attention.py`.
+AttentionForm = Literal["gqa", "portable", "tensorrt", "tensorrt-rtx"]
+#: Types of weights, activations, caches and the query ring; states and logits are float32.
+DType = Literal["float32", "float16", "bfloat16"]
 
 
 def window_features(config: ModelConfig, policy: Policy) -> int:
@@ -73,6 +81,37 @@ class Limits(BaseModel):
     chunk: int = 1024
 
 
+class Profile(BaseModel):
+    """Sizes that an engine was optimised for: (least, most common, largest) of each symbol.
+
+    The symbols are those of the shapes of the manifest's `inputs`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["context", "generation"]
+    sizes: dict[str, tuple[int, int, int]]
+
+
+class TensorRTBuild(BaseModel):
+    """What the runtime must know of a TensorRT engine.
+
+    `version` (TensorRT's) and `gpu` are None where the engine has not been built (`--onnx-only`),
+    `gpu` also where it was built without one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: str | None = None
+    gpu: str | None = None
+    #: Version of the plugins that the engine asks for; None where it holds op bodies instead.
+    plugin_version: str | None
+    #: By the index that the engine knows them by.
+    profiles: tuple[Profile, ...]
+    #: (input, output) that a plugin writes in place: both must be bound to the same memory.
+    aliased: tuple[tuple[str, str], ...]
+
+
 class Manifest(BaseModel):
     """Everything that the runtime must know of a package."""
 
@@ -81,9 +120,9 @@ class Manifest(BaseModel):
     schema_version: int = SCHEMA_VERSION
     kvsift_version: str
     ops_version: str = OPS_VERSION
-    target: Literal["ort"]
-    attention: Literal["gqa", "portable"]
-    dtype: Literal["float32"] = "float32"
+    target: Target
+    attention: AttentionForm
+    dtype: DType = "float32"
     quantize: Literal["none", "int8", "int4"]
     all_logits: bool = False
     trace_scores: bool = False
@@ -94,6 +133,8 @@ class Manifest(BaseModel):
     parameters: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    #: For the targets tensorrt and tensorrt-rtx.
+    tensorrt: TensorRTBuild | None = None
     files: dict[str, FileSpec]
     built_with: dict[str, str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -187,6 +188,20 @@ def move_to(cache: KVCache, scratch: KVCache, source: Slot, target: Slot, kept: 
     target.ids = _ids_of(source, kept, target.ids.shape[2])
     target.lens = lens
     target.seen, target.steps = source.seen, source.steps
+
+
+def past_lens(slots: Sequence[Slot], shared: bool, batch: int = 1) -> Ints:
+    """Return the lengths of slots below `batch` as the graph takes them, see `names.py`.
+
+    int32 [L, batch * rows]; [1, batch * rows] with `shared`, where all layers agree.
+    """
+    layers, rows = slots[0].lens.shape
+    lens = np.zeros((layers, batch, rows), np.int32)
+    for slot in slots:
+        lens[:, slot.index] = slot.lens
+    if shared:
+        lens = lens[:1]
+    return lens.reshape(len(lens), batch * rows)
 
 
 def make_room(cache: KVCache, slot: Slot) -> None:

@@ -228,7 +228,7 @@ class Probe:
         self.traces[sequence.index] = Trace(slot=index)
         self._evictions[sequence.index] = 0
         self._reading = sequence
-        logits = type(self.engine)._prefill(self.engine, sequence, index)
+        logits = type(self.engine).prefill(self.engine, sequence, index)
         self._reading = None
         self._by_slot[index] = sequence
         return logits
@@ -242,7 +242,7 @@ class Probe:
             trace.kept.append(slot.ids[:, :, : int(slot.units.max())].copy())
             trace.seen.append(slot.seen)
             self._compare(trace, sequence)
-        update = type(self.engine)._advance(self.engine, sequence, logits)
+        update = type(self.engine).advance(self.engine, sequence, logits)
         trace.pieces.append(update.text)
         trace.result = update.result
         if update.result:
@@ -282,14 +282,14 @@ def probed(engine: Engine, poison: bool = False, watch: Watch | None = None) -> 
     `watch` sees every step after the graph has run and before rows move.
     """
     probe = Probe(engine, watch)
-    changed = {"session": probe, "_prefill": probe.prefill, "_advance": probe.advance}
+    changed = {"session": probe, "prefill": probe.prefill, "advance": probe.advance}
     session = engine.session
     try:
         engine.__dict__.update(changed)
         engine.cache.poison = engine.scratch.poison = poison
         yield probe
     finally:
-        del engine.__dict__["_prefill"], engine.__dict__["_advance"]
+        del engine.__dict__["prefill"], engine.__dict__["advance"]
         engine.session = session
         engine.cache.poison = engine.scratch.poison = False
 

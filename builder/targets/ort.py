@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from kvsift.builder.attention import AttentionForm
 from kvsift.builder.decoder import Decoder
 from kvsift.builder.errors import EngineError, UsageError
 from kvsift.builder.families import tensor_shapes
@@ -21,6 +20,7 @@ from kvsift.builder.package import (
     GRAPH,
     README,
     WEIGHTS,
+    AttentionForm,
     Limits,
     Manifest,
     TensorSpec,

@@ -15,7 +15,7 @@ from kvsift.runtime.sequence import Sequence
 def prepare(engine: Engine, prompt: list[int]) -> Sequence:
     """Return a request for `prompt` that has not run yet; its seeds are fixed."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
-    return engine._prepare(0, Request(prompt, sampling, EvictionParams()))
+    return engine.prepare(0, Request(prompt, sampling, EvictionParams()))
 
 
 class EvictedSteps:
@@ -58,7 +58,7 @@ class DenseSteps:
         for i in range(batch):
             sequence = prepare(engine, prompt)
             units = engine.cache.capacity // engine.manifest.policy.block_size
-            sequence.slot = engine._slot(sequence, i, units)
+            sequence.slot = engine.new_slot(sequence, i, units)
             sequence.slot.append(rows - 1)
             sequence.tokens.append(prompt[-1])
             self.sequences.append(sequence)
@@ -73,7 +73,7 @@ class DenseSteps:
 
     def logits(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         """Return the step's logits [batch, V]."""
-        made = self._engine._decode(self.sequences)
+        made = self._engine.decode(self.sequences)
         for sequence in self.sequences:
             sequence.slot.lens = sequence.slot.lens - 1
             sequence.slot.seen -= 1
@@ -83,7 +83,7 @@ class DenseSteps:
 def prefill(engine: Engine, prompt: list[int]) -> Sequence:
     """Read the prompt into slot 0 and return the sequence; UsageError if nothing was evicted."""
     sequence = prepare(engine, prompt)
-    logits = engine._prefill(sequence, 0)
+    logits = engine.prefill(sequence, 0)
     sequence.tokens.append(int(logits.argmax()))
     if engine.manifest.policy.evicts and not sequence.slot.steps:
         raise UsageError(
@@ -108,7 +108,7 @@ def fill_dense(dense: Engine, evicted: Engine, context: int) -> None:
 
 
 def _decode(engine: Engine, sequences: list[Sequence]) -> None:
-    logits = engine._decode(sequences)
+    logits = engine.decode(sequences)
     for sequence in sequences:
         sequence.tokens.append(int(logits[sequence.slot.index].argmax()))
 

@@ -1,0 +1,93 @@
+"""A prompt on its way into a slot: chunk by chunk through the scratch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsift.runtime.budgets import units_of
+from kvsift.runtime.sequence import Sequence
+from kvsift.runtime.sessions import Kept, Step
+from kvsift.runtime.slots import Slot, every_unit, evictions, kept_units, move_to, past_lens
+
+if TYPE_CHECKING:  # the engine makes these
+    from kvsift.runtime.engine import Engine
+
+Logits = NDArray[np.float32]
+
+
+class Prefill:
+    """Reads a sequence's prompt into the engine's scratch and moves what stays into slot `index`.
+
+    The scratch holds one prompt, so an engine has one of these at a time; decode steps may run
+    between two chunks. `source` is the scratch's book: where it counts rows already, they hold the
+    prompt's first `source.seen` tokens, evicted ones left out, and reading goes on behind them.
+    """
+
+    def __init__(self, engine: Engine, sequence: Sequence, index: int, source: Slot) -> None:
+        self._engine = engine
+        self.sequence = sequence
+        self.index = index
+        self.source = source
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that have not been read."""
+        return len(self.sequence.prompt) - self.source.seen
+
+    def step(self) -> Logits | None:
+        """Read the next chunk; return the last token's logits [V] once the slot is filled.
+
+        Chunks end at absolute multiples of the chunk size, so where a prompt is cut does not
+        depend on how much of it was there before.
+        """
+        engine, source = self._engine, self.source
+        chunk, start = engine.manifest.limits.chunk, source.seen
+        end = min(len(self.sequence.prompt), (start // chunk + 1) * chunk)
+        self._make_room(end - start)
+        past = past_lens([source], engine.manifest.policy.shared_lens)
+        source.append(end - start)
+        evicts = self._is_due(self.unread == 0)
+        output = engine.session.run(
+            engine.scratch,
+            Step(
+                input_ids=np.array([self.sequence.prompt[start:end]], np.int64),
+                position_ids=np.arange(start, end, dtype=np.int64)[None],
+                n_new=np.array([end - start], np.int32),
+                past_lens=past,
+                evictions=evictions([source], engine.manifest, True) if evicts else None,
+            ),
+        )
+        if self.unread:
+            return None
+        self._fill_slot(output.kept)
+        row: Logits = engine.last_logits(output.logits)[0]
+        return row
+
+    def _is_due(self, last: bool) -> bool:
+        """Whether the chunk that was just counted evicts."""
+        return last and self._engine.manifest.policy.in_prefill and self.source.is_over()
+
+    def _make_room(self, tokens: int) -> None:
+        """Enlarge the scratch for the next chunk."""
+        engine = self._engine
+        chunk, rows = engine.manifest.limits.chunk, self.source.length
+        # GroupQueryAttention pays for valid rows only: grow once. The portable form pays for all.
+        coming = self.unread if engine.manifest.attention == "gqa" else tokens
+        for layer in range(len(self.source.lens)):
+            engine.scratch.grow(layer, units_of(rows + coming, chunk) * chunk)
+
+    def _fill_slot(self, kept: Kept | None) -> None:
+        """Move what the prompt's last eviction keeps, or everything, into the slot."""
+        engine, source = self._engine, self.source
+        units = every_unit(source) if kept is None else kept_units(kept, 0)
+        if kept is not None:
+            source.steps += 1
+            source.coverages.append(float(kept.coverage.mean()))
+        units_held = engine.budgets.capacity // source.block_size
+        slot = engine.new_slot(self.sequence, self.index, units_held)
+        move_to(engine.cache, engine.scratch, source, slot, units)
+        slot.coverages = source.coverages
+        self.sequence.slot = slot
