@@ -224,6 +224,13 @@ class BudgetRule:
         """Return the largest budget in units of a request that generates `new_tokens`."""
         return largest_budget(self.capacity, self.block_size, self.scope, new_tokens, self.interval)
 
+    def ceiling(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Return the most units that the request's budget may rise to."""
+        reach = min(self.max_positions, prompt_tokens + new_tokens)
+        if reach <= self.capacity:
+            return self.capacity // self.block_size
+        return self.largest(reach - prompt_tokens)
+
     def _check_room(self, units: int, forced: int, largest: int) -> None:
         """Raise CapacityError if pins leave no unit of a budget to choose."""
         size = self.block_size

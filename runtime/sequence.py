@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvsift.runtime.params import SamplingParams
+from kvsift.runtime.guardrail import Guardrail
+from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import FinishReason, GenerationResult, Timings
 from kvsift.runtime.sampling import Sampler, TokenLogprobs
 from kvsift.runtime.seeds import Seeds
@@ -30,7 +31,7 @@ class Sequence:
         prompt: Seq[int],
         sampling: SamplingParams,
         seeds: Seeds,
-        pins: tuple[tuple[int, int], ...],
+        eviction: EvictionParams,
         budget: int | None,
         tokenizer: Tokenizer,
         eos_token_ids: Seq[int],
@@ -40,7 +41,12 @@ class Sequence:
         self.prompt = list(prompt)
         self.sampling = sampling
         self.seeds = seeds
-        self.pins = pins
+        self.eviction = eviction
+        self.pins = tuple(eviction.pin)
+        #: Tokens of the prompt that an earlier turn has seen.
+        self.past = 0
+        minimum = eviction.min_coverage
+        self.guardrail = None if minimum is None else Guardrail(minimum)
         self.budget = budget
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -97,6 +103,9 @@ class Sequence:
             budget_tokens=budget,
             kept_tokens=round(slot.rows_held),
             coverage=finite[-1] if finite else None,
+            coverages=tuple(slot.coverages),
+            guardrail=None if self.guardrail is None else self.guardrail.outcome,
+            budget_raised_tokens=self.guardrail.raised * slot.block_size if self.guardrail else 0,
             kv_bytes=round(slot.rows_held * kv_bytes_per_token),
             kv_bytes_allocated=kv_bytes_allocated,
             kv_bytes_dense=slot.seen * kv_bytes_per_token,
