@@ -20,8 +20,8 @@ from kvsift.builder import names
 from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import Policy, load_manifest
 from kvsift.runtime.budgets import BudgetRule, units_of
-from kvsift.runtime.cache import KVCache
 from kvsift.runtime.evaluation.variants import Variant
+from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.sessions import Kept, Step
@@ -175,7 +175,7 @@ class Lab:
         slot.coverages.append(float(kept.coverage.mean()))
         return True
 
-    def _run(self, cache: KVCache, tokens: Sequence[int], past: int, position: int) -> Floats:
+    def _run(self, cache: HostCache, tokens: Sequence[int], past: int, position: int) -> Floats:
         size = len(tokens)
         step = Step(
             input_ids=np.array([tokens], np.int64),
@@ -186,7 +186,7 @@ class Lab:
         logits: Floats = self.session.run(cache, step).logits[0]
         return logits
 
-    def _select(self, variant: Variant, cache: KVCache, slot: Slot, prompt_end: bool) -> Kept:
+    def _select(self, variant: Variant, cache: HostCache, slot: Slot, prompt_end: bool) -> Kept:
         """Run the variant's eviction model on slot 0 of a cache."""
         session = self._policy_session(variant)
         asked = evictions([slot], self.manifest, prompt_end)
@@ -199,7 +199,7 @@ class Lab:
         outputs = [names.KEEP, names.KEEP_LEN, names.COVERAGE]
         return Kept(*session.run(outputs, {k: v for k, v in feed.items() if k in wanted}))
 
-    def _ring(self, policy: Policy, cache: KVCache, seen: int) -> Floats:
+    def _ring(self, policy: Policy, cache: HostCache, seen: int) -> Floats:
         """Return the query ring [1, W + 1, features] that the policy's own engine would hold."""
         held, size, model = cache.ring, policy.window + 1, self.manifest.model
         assert held is not None
