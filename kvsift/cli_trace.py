@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime import console
+from kvsift.runtime.recorder import Replay
 from kvsift.runtime.trace import (
     Eviction,
     Trace,
@@ -19,6 +20,9 @@ from kvsift.runtime.trace import (
     place,
     read_trace,
 )
+
+if TYPE_CHECKING:
+    from kvsift.runtime.engine import Engine
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -107,7 +111,12 @@ def diff(
     if why:
         print(f"the engines differ: {why}")
     rows, first = [], None
-    for x, y in zip(one.evictions, two.evictions, strict=False):
+    # Batches may have told of their evictions in another order.
+    theirs = {(e.request, e.step): e for e in two.evictions}
+    for x in one.evictions:
+        y = theirs.get((x.request, x.step))
+        if y is None:
+            continue
         found = difference(x, y, "in A", "in B")
         first = first or found
         rows.append([place(x), "equal" if found is None else f"{overlap(x, y):.3f} in common"])
@@ -122,6 +131,18 @@ def diff(
     if first or extra:
         raise typer.Exit(console.EXIT_FAILURE)
     print(f"all {len(rows)} evictions kept the same units")
+
+
+def replay_trace(engine: Engine, file: Path) -> None:
+    """Run the requests of a trace again and compare every kept set; ReplayError if one differs."""
+    replay = Replay(read_trace(file), engine.manifest)
+    engine.recorder = replay
+    try:
+        for request in replay.requests():
+            engine.generate([request])
+    finally:
+        engine.recorder = None
+    print(f"replayed {len(replay.trace.requests)} requests: all {replay.compared} evictions equal")
 
 
 def _chosen(trace: Trace, request: int | None) -> list[Eviction]:

@@ -18,8 +18,8 @@ from kvsift.runtime.guardrail import check_coverage
 from kvsift.runtime.params import check_integer
 from kvsift.runtime.prefill import Prefill
 from kvsift.runtime.prompts import encode, load_tokenizer
-from kvsift.runtime.request import Request, Update
 from kvsift.runtime.recorder import Recorder
+from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence

@@ -6,10 +6,12 @@ An engine without a recorder pays one comparison with None per eviction.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,9 @@ from kvsift.runtime.trace import (
     place,
 )
 
+if TYPE_CHECKING:
+    from kvsift.runtime.engine import Engine
+
 
 class Recorder(Protocol):
     """What an engine tells of its requests, each as it happens."""
@@ -45,9 +50,7 @@ class Recorder(Protocol):
         """Note that a request starts to run."""
         ...
 
-    def evict(
-        self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase
-    ) -> None:
+    def evict(self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase) -> None:
         """Note what evicting slot number `e` of a step keeps, before any row has moved."""
         ...
 
@@ -131,9 +134,7 @@ class TraceWriter(_Numbered):
         """Write the request's parameters and seeds."""
         self._write("request", self._enter(sequence))
 
-    def evict(
-        self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase
-    ) -> None:
+    def evict(self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase) -> None:
         """Write one eviction."""
         self._write("eviction", self._eviction(sequence, slot, kept, e, phase))
 
@@ -206,9 +207,7 @@ class Replay(_Numbered):
                     f"{getattr(mine, name)!s:.60}, traced {getattr(theirs, name)!s:.60}"
                 )
 
-    def evict(
-        self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase
-    ) -> None:
+    def evict(self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase) -> None:
         """Compare one eviction."""
         mine = self._eviction(sequence, slot, kept, e, phase)
         theirs = self.trace.of(mine.request)
@@ -228,6 +227,20 @@ class Replay(_Numbered):
             if theirs.request == mine.request and theirs.token_ids != mine.token_ids:
                 at = first_difference(mine.token_ids, theirs.token_ids)
                 raise ReplayError(f"request {mine.request} has another token at place {at}")
+
+
+@contextmanager
+def recording(engine: Engine, path: str | Path | None) -> Iterator[None]:
+    """Write a trace of what an engine does inside the block; None: none."""
+    if path is None:
+        yield
+        return
+    with TraceWriter(path, engine.manifest) as writer:
+        engine.recorder = writer
+        try:
+            yield
+        finally:
+            engine.recorder = None
 
 
 def _ragged(values: NDArray[Any], counts: NDArray[np.int32]) -> list[list[list[Any]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,9 +215,7 @@ def mean_coverage(event: Eviction) -> float | None:
 
 def overlap(a: Eviction, b: Eviction) -> float:
     """Return the kept units in common over those kept by either, mean over layers and rows."""
-    shares = [
-        len(set(x) & set(y)) / max(1, len(set(x) | set(y))) for _, _, x, y in rows_of(a, b)
-    ]
+    shares = [len(set(x) & set(y)) / max(1, len(set(x) | set(y))) for _, _, x, y in rows_of(a, b)]
     return sum(shares) / len(shares)
 
 

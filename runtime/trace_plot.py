@@ -70,7 +70,7 @@ def plot_trace(trace: Trace, request: int, path: Path) -> None:
     )
     bar = figure.colorbar(image, ax=[upper, lower], fraction=0.04, pad=0.02)
     bar.set_label("share of layers and heads that keep the position")
-    figure.text(0.005, 0.005, "grey: not seen yet", fontsize=8, color="0.35")
+    figure.text(0.005, 0.005, "white: not seen yet", fontsize=8, color="0.35")
     try:
         figure.savefig(path, format="png", dpi=130)
     except OSError as error:
@@ -83,7 +83,7 @@ def _panel(axes: Any, shares: Floats, block_size: int) -> Any:
     """Draw one heat map with positions along x; return the image."""
     binned, width = _binned(shares)
     size = block_size * width
-    axes.set_facecolor("0.85")
+    axes.set_facecolor("white")
     image = axes.imshow(
         np.ma.masked_invalid(binned),
         aspect="auto",
