@@ -83,10 +83,13 @@ class KVCache:
         old = self.keys[layer].shape[2]
         if capacity <= old:
             return
+        made = []
         for arrays in (self.keys, self.values, *self._by_row):
             held = arrays[layer]
             grown = np.zeros((*held.shape[:2], capacity, *held.shape[3:]), np.float32)
             grown[:, :, :old] = held
+            made.append((arrays, grown))
+        for arrays, grown in made:  # all or none: memory may end in between
             arrays[layer] = grown
 
     def gather(
