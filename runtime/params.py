@@ -88,7 +88,8 @@ def prompt_ids(prompt: object) -> list[int]:
 class SamplingParams:
     """How the next token is chosen and when generation ends; raises UsageError if out of range.
 
-    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1, presence_penalty 0 and
+    frequency_penalty 0 are off. `bad_words` are texts that must not be generated.
     `logprobs` is the number of alternatives reported beside the chosen token (0: the chosen one
     only, None: nothing). A single `stop` string may be given bare. Lists are kept as tuples.
     """
@@ -99,7 +100,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: Sequence[str] = ()
+    bad_words: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -117,7 +121,11 @@ class SamplingParams:
             "repetition_penalty", self.repetition_penalty, "(0, inf)", "use 1 to switch it off"
         )
         _set(self, "repetition_penalty", penalty)
-        _set(self, "stop", self._stop_strings())
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = _in_range(name, getattr(self, name), "[-2, 2]", "use 0 to switch it off")
+            _set(self, name, value)
+        _set(self, "stop", _texts("stop", self.stop, "stop string"))
+        _set(self, "bad_words", _texts("bad_words", self.bad_words, "bad word"))
         ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         fix = "give ids of the model's vocabulary"
         _set(self, "stop_token_ids", tuple(check_integer("stop_token_ids", i, 0, fix) for i in ids))
@@ -132,21 +140,20 @@ class SamplingParams:
         if self.seed is not None:
             _set(self, "seed", check_seed("seed", self.seed))
 
-    def _stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings; UsageError for an empty one or one that is not text."""
-        given = self.stop
-        items = [given] if isinstance(given, str) else _items("stop", given, "strings")
-        for item in items:
-            if not isinstance(item, str):
-                raise UsageError(
-                    f"stop must be a list of strings, got {_show(item)} ({type(item).__name__}); "
-                    "use stop_token_ids for token ids"
-                )
-            if not item:
-                raise UsageError(
-                    "empty stop string in stop; it would end every answer at once, leave it out"
-                )
-        return tuple(str(item) for item in items)
+
+def _texts(name: str, given: object, kind: str) -> tuple[str, ...]:
+    """Return a list of strings, one may be given bare; UsageError for what is empty or no text."""
+    items = [given] if isinstance(given, str) else _items(name, given, "strings")
+    for item in items:
+        if not isinstance(item, str):
+            hint = "use stop_token_ids for token ids" if name == "stop" else "give texts"
+            raise UsageError(
+                f"{name} must be a list of strings, got {_show(item)} ({type(item).__name__}); "
+                f"{hint}"
+            )
+        if not item:
+            raise UsageError(f"empty {kind} in {name}; every text holds it, leave it out")
+    return tuple(str(item) for item in items)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Sequence:
         if not sampling.ignore_eos:
             self._stops |= set(eos_token_ids)
         self._stream = TextStream(tokenizer, sampling.stop)
-        self._sampler = Sampler(sampling, seeds.sampling)
+        self._sampler = Sampler(sampling, seeds.sampling, _bad_ids(tokenizer, sampling.bad_words))
         self._logprobs: list[TokenLogprobs] = []
         self._begin = time.perf_counter()
         self._times: list[float] = []
@@ -59,8 +59,7 @@ class Sequence:
         if self._room == 0:
             self.finish_reason = "length"
             return self._stream.finish()
-        # Only the penalty reads it, and a long prompt takes its time to copy.
-        history = self.prompt + self.tokens if self.sampling.repetition_penalty != 1 else []
+        history = self.prompt + self.tokens
         choice = self._sampler.next(logits, history)
         self.tokens.append(choice.token)
         self._times.append(now)
@@ -125,3 +124,9 @@ class Sequence:
         first = self._times[0] - self._begin if self._times else math.nan
         gaps = tuple(b - a for a, b in zip(self._times, self._times[1:], strict=False))
         return Timings(ttft_s=first, itl_s=gaps, total_s=end - self._begin)
+
+
+def _bad_ids(tokenizer: Tokenizer, words: Seq[str]) -> list[list[int]]:
+    """Return the token ids of words, each as it stands and after a space."""
+    texts = [form for word in words for form in (word, f" {word.lstrip()}")]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

@@ -71,6 +71,14 @@ def test_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
     assert "".join(pieces) == llm.generate("to be or not", SHORT)[0].text
 
 
+def test_bad_words_are_not_said(llm: LLM) -> None:
+    said = llm.generate("tell me", SHORT)[0]
+    assert said.token_ids
+    word = llm.engine.tokenizer.decode(said.token_ids[:1])
+    again = llm.generate("tell me", SamplingParams(max_tokens=6, ignore_eos=True, bad_words=word))
+    assert said.token_ids[0] not in again[0].token_ids
+
+
 def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
     ids = [[5, 6, 7], [8, 9, 10]]
     wanted = texts(llm.generate(ids, SHORT))
