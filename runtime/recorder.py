@@ -107,8 +107,11 @@ class _Numbered:
             scores=plain(scores),
         )
 
-    def _leave(self, sequence: Sequence) -> Ending:
-        number = self._numbers.pop(id(sequence))
+    def _leave(self, sequence: Sequence) -> Ending | None:
+        """Return how a request ended, None if it was cancelled before it began."""
+        number = self._numbers.pop(id(sequence), None)
+        if number is None:
+            return None
         return Ending(number, sequence.finish_reason, list(sequence.tokens))
 
 
@@ -140,8 +143,9 @@ class TraceWriter(_Numbered):
 
     def end(self, sequence: Sequence) -> None:
         """Write the request's tokens, and everything so far to the disk."""
-        self._write("end", self._leave(sequence))
-        self._file.flush()
+        if (ending := self._leave(sequence)) is not None:
+            self._write("end", ending)
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -220,6 +224,8 @@ class Replay(_Numbered):
     def end(self, sequence: Sequence) -> None:
         """Compare the number of evictions and the tokens."""
         mine = self._leave(sequence)
+        if mine is None:
+            return
         traced = len(self.trace.of(mine.request))
         if (steps := sequence.slot.steps) != traced:
             raise ReplayError(f"request {mine.request} evicted {steps} times, traced {traced}")

@@ -42,6 +42,8 @@ class Slot:
     seen: int = 0
     #: Evictions so far: the Philox counter of the next one.
     steps: int = 0
+    #: Tokens that evictions have dropped, the mean over layers and heads.
+    dropped: float = 0.0
     coverages: list[float] = field(default_factory=list)
 
     @property
@@ -180,6 +182,7 @@ def move_to(cache: KVCache, scratch: KVCache, source: Slot, target: Slot, kept: 
     target.ids = _ids_of(source, kept, target.ids.shape[2])
     target.lens = lens
     target.seen, target.steps = source.seen, source.steps
+    target.dropped = source.dropped + source.rows_held - target.rows_held
 
 
 def past_lens(slots: Sequence[Slot], shared: bool, batch: int = 1) -> Ints:
@@ -212,6 +215,7 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
     the hole: source and target never overlap, since no block is partial then. Else rows are
     gathered.
     """
+    before = slot.rows_held
     last = int(slot.units.flat[0]) - 1
     one_goes = bool((slot.units == last + 1).all() and (kept.counts == last).all())
     if slot.block_size > 1 and one_goes and not needs_order:
@@ -222,11 +226,12 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
         np.put_along_axis(slot.ids, at, slot.ids[:, :, last : last + 1], 2)
         slot.lens = slot.lens - np.int32(slot.block_size)
         slot.ids[:, :, last:] = -1
-        return
-    lens = _kept_rows(slot, slot.lens.shape[1], kept)
-    cache.gather(cache, slot.index, slot.index, kept, slot.lens, slot.block_size)
-    slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
-    slot.lens = lens
+    else:
+        lens = _kept_rows(slot, slot.lens.shape[1], kept)
+        cache.gather(cache, slot.index, slot.index, kept, slot.lens, slot.block_size)
+        slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
+        slot.lens = lens
+    slot.dropped += before - slot.rows_held
 
 
 def _room(rows: int, slot: Slot) -> int:
