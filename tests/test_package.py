@@ -146,6 +146,26 @@ def test_a_damaged_manifest(package: Path, text: str) -> None:
     assert MANIFEST in refused(package)
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("limits", "max_batch", 0),
+        ("limits", "chunk", 0),
+        ("limits", "density", 1.5),
+        ("limits", "max_density", 0),
+        ("policy", "block_size", 0),
+        ("policy", "sink_units", -1),
+        ("policy", "decode_interval", 0),
+        ("policy", "recent_fraction", 1),
+        ("model", "num_layers", 0),
+    ],
+)
+def test_a_value_out_of_range_is_named(package: Path, part: str, key: str, value: float) -> None:
+    edit(package, lambda data: data[part].__setitem__(key, value))
+    with pytest.raises(PackageError, match=rf"{part}\.{key} is {value!r}: .*; rebuild the engine"):
+        load_manifest(package)
+
+
 def test_a_manifest_that_is_no_text(package: Path) -> None:
     (package / MANIFEST).write_bytes(b"\xff\xfe\x00{")
     assert "is damaged" in refused(package)
