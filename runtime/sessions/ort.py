@@ -148,6 +148,9 @@ class OrtSession:
         binding.bind_ortvalue_output(names.KEEP, _shared(kept.keep))
         binding.bind_ortvalue_output(names.KEEP_LEN, _shared(kept.keep_len))
         binding.bind_ortvalue_output(names.COVERAGE, _shared(kept.coverage))
+        if self._manifest.trace_scores:
+            kept.scores = np.zeros(x.unit_ids.shape, np.float32)
+            binding.bind_ortvalue_output(names.SCORES, _shared(kept.scores))
         return kept if evictions else None
 
     def _no_evictions(self) -> Evictions:
