@@ -78,7 +78,7 @@ class Limits(BaseModel):
     #: Density of requests that name none, and the largest that a slot has room for.
     density: float = Field(gt=0, le=1)
     max_density: float = Field(gt=0, le=1)
-    chunk: int = Field(1024, ge=1)
+    chunk: int = Field(default=1024, ge=1)
 
 
 class Profile(BaseModel):

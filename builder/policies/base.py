@@ -85,22 +85,22 @@ class Policy(BaseModel):
     selector: str
     scope: Scope
     #: Tokens per unit: the granularity of eviction.
-    block_size: int = Field(1, ge=1)
+    block_size: int = Field(default=1, ge=1)
     #: Query rows that the scorer needs, and how their heads are kept.
-    window: int = Field(0, ge=0)
+    window: int = Field(default=0, ge=0)
     window_heads: WindowHeads = "none"
     #: One kept set per KV head (else one per layer).
     per_head: bool = False
-    sink_units: int = Field(0, ge=0)
-    recent_units: int = Field(0, ge=0)
-    min_budget_tokens: int = Field(0, ge=0)
+    sink_units: int = Field(default=0, ge=0)
+    recent_units: int = Field(default=0, ge=0)
+    min_budget_tokens: int = Field(default=0, ge=0)
     prefill_selector: Literal["same", "topk"] = "same"
-    recent_fraction: float = Field(0.0, ge=0, lt=1)
+    recent_fraction: float = Field(default=0.0, ge=0, lt=1)
     layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = "uniform"
     row_lengths: Literal["auto", "layer", "head"] = "auto"
-    pyramid_beta: float = Field(20.0, ge=1)
+    pyramid_beta: float = Field(default=20.0, ge=1)
     #: Tokens between two decode evictions of a sequence, and freed by each.
-    decode_interval: int = Field(TOKEN_INTERVAL, ge=1)
+    decode_interval: int = Field(default=TOKEN_INTERVAL, ge=1)
     #: `head`: the heads of a layer keep different numbers of rows.
     layout: Layout = "sequence"
     #: State tensors that the graph updates in every step, see `builder/states.py`.
