@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsift.builder.package import WEIGHTS, Manifest
+from kvsift.builder.package import PLAN, WEIGHTS, DType, Limits, Manifest, Policy
 from kvsift.runtime.budgets import slot_capacity, units_of
 
-FLOAT_BYTES = 4
+FLOAT_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,19 @@ class Sizes:
 def token_bytes(manifest: Manifest) -> int:
     """Return the bytes of one token's keys and values over all layers."""
     model = manifest.model
-    return 2 * FLOAT_BYTES * model.num_layers * model.num_kv_heads * model.head_dim
+    return 2 * FLOAT_BYTES[manifest.dtype] * model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
     """Return the tokens that a slot has room for; `dense`: if nothing were evicted."""
-    policy, limits = manifest.policy, manifest.limits
+    positions = manifest.model.max_positions
+    return planned_slot_tokens(manifest.policy, manifest.limits, positions, dense=dense)
+
+
+def planned_slot_tokens(
+    policy: Policy, limits: Limits, max_positions: int, *, dense: bool = False
+) -> int:
+    """Return the same before there is an engine."""
     return slot_capacity(
         block_size=policy.block_size,
         sink_units=policy.sink_units,
@@ -46,7 +53,7 @@ def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
         max_input=limits.max_input,
         max_output=limits.max_output,
         max_density=limits.max_density if policy.evicts and not dense else 1.0,
-        max_positions=manifest.model.max_positions,
+        max_positions=max_positions,
         scope=policy.scope,
         min_budget_tokens=policy.min_budget_tokens,
     )
@@ -55,8 +62,9 @@ def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
 def sizes(manifest: Manifest) -> Sizes:
     """Return the sizes of a package, its scratch grown to the longest prompt."""
     limits, each = manifest.limits, token_bytes(manifest)
+    held = manifest.files.get(PLAN) or manifest.files[WEIGHTS]
     return Sizes(
-        weights=manifest.files[WEIGHTS].bytes,
+        weights=held.bytes,
         scratch=units_of(limits.max_input, limits.chunk) * limits.chunk * each,
         slot=slot_tokens(manifest) * each,
         dense=slot_tokens(manifest, dense=True) * each,

@@ -108,7 +108,7 @@ def build_plan(job: Job, watch: Watch) -> str:
 
 def load_plugins(library: Path) -> None:
     """Load the plugin library unless its plugins are known already; EngineError if it cannot."""
-    registry = trt.get_plugin_registry()
+    registry: trt.IPluginRegistry = trt.get_plugin_registry()
     if registry.get_creator("KvAppend", OPS_VERSION, "") is not None:
         return
     if registry.load_library(str(library)) is None:
@@ -147,7 +147,7 @@ def _parse(network: trt.INetworkDefinition, onnx: Path) -> None:
     if parser.parse_from_file(str(onnx)):
         return
     if parser.num_errors:
-        error = parser.get_error(0)
+        error: trt.ParserError = parser.get_error(0)
         raise EngineError(
             f"TensorRT {trt.__version__} refuses the node {error.node_name()!r} "
             f"({error.node_operator()}): {error.desc()}"
