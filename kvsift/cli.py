@@ -184,7 +184,7 @@ def chat_command(
         messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         try:
-            for update in llm.engine.run([llm.chat_request(messages, sampling, evict)]):
+            for update in llm.updates(llm.chat_request(messages, sampling, evict)):
                 pieces.append(update.text)
                 _write(update.text)
         except KeyboardInterrupt:
@@ -251,7 +251,7 @@ def _run(llm: LLM, request: Request, show: bool) -> GenerationResult:
     """Run one request; Ctrl-C leaves the text so far and ends the line."""
     result: GenerationResult | None = None
     try:
-        for update in llm.engine.run([request]):
+        for update in llm.updates(request):
             result = update.result
             if show:
                 _write(update.text)
