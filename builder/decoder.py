@@ -38,7 +38,7 @@ class Decoder:
     """Emits the whole graph of one model and policy, layer by layer.
 
     `all_logits`: logits of every token, float32 [B, S, V], as evaluation needs, else of the last
-    one, [B, V].
+    one, [B, V]. `trace_scores`: the scores of every eviction are an output, too.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Decoder:
         *,
         form: AttentionForm = "gqa",
         all_logits: bool = False,
+        trace_scores: bool = False,
     ) -> None:
         self.config: ModelConfig = source.config
         self._source = source
@@ -58,6 +59,7 @@ class Decoder:
         self._linear = linear
         self._form = form
         self._all_logits = all_logits
+        self._trace_scores = trace_scores
         self._g = GraphBuilder()
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
@@ -87,7 +89,7 @@ class Decoder:
         if policy.evicts:
             ring = memory.ring()
             inputs = eviction.eviction_inputs(c, policy)
-            outputs = eviction.eviction_outputs(c, policy)
+            outputs = eviction.eviction_outputs(c, policy, self._trace_scores)
             self._inputs += inputs
             eviction.emit_guarded(g, c, policy, inputs, layers, ring, outputs)
             self._outputs += outputs

@@ -48,7 +48,7 @@ def eviction_model(config: ModelConfig, policy: Policy) -> ir.Model:
     selected = eviction.emit_selection(
         g, config, policy, inputs, layers, ring if policy.window else None
     )
-    for made, output in zip(selected, outputs, strict=True):
+    for made, output in zip(selected, outputs, strict=False):  # all but the scores
         g.op("Identity", made, output=output)
     state = [v for x in layers for v in (x.keys, x.values, *x.states.values())]
     read = [v for v in (*state, ring) if v.uses()]

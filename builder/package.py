@@ -29,6 +29,7 @@ __all__ = ["Layout", "Manifest", "ModelConfig", "Policy", "load_manifest", "wind
 MANIFEST = "kvsift.json"
 GRAPH = "model.onnx"
 WEIGHTS = "model.data"
+README = "README.md"
 #: A TensorRT engine; a package of `--onnx-only` has none until trtexec writes it.
 PLAN = "engine.plan"
 #: Raised whenever an older runtime could misread a package.
@@ -124,6 +125,7 @@ class Manifest(BaseModel):
     dtype: DType = "float32"
     quantize: Literal["none", "int8", "int4"]
     all_logits: bool = False
+    trace_scores: bool = False
     seed: int = 0
     model: ModelConfig
     policy: Policy
@@ -200,6 +202,18 @@ def file_spec(path: Path) -> FileSpec:
         while block := file.read(1 << 22):
             digest.update(block)
     return FileSpec(bytes=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def package_hash(manifest: Manifest) -> str:
+    """Return the sha256 in hex of what a package computes: of its files' names and hashes.
+
+    The README is left out; state of one package (sessions, traces) is read by the same only.
+    """
+    digest = hashlib.sha256()
+    for name, spec in sorted(manifest.files.items()):
+        if name != README:
+            digest.update(f"{name} {spec.sha256}\n".encode())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvsift.runtime.chat import ChatTemplate, Message
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.output import RequestOutput
 from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.pins import role_pins
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.scheduler import Scheduler
@@ -115,11 +117,14 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         eviction: EvictionParams | Sequence[EvictionParams] | None = None,
+        *,
+        pin_roles: str | Sequence[str] = (),
         **variables: Any,
     ) -> list[GenerationResult]:
         """Answer conversations: messages {"role", "content"}, or a list of such lists.
 
-        The model's chat template makes the prompt; `variables` go to it as they are.
+        The model's chat template makes the prompt; `variables` go to it as they are. What the
+        roles of `pin_roles` say is never evicted.
         """
         single = not isinstance(messages, Sequence) or not messages
         single = single or isinstance(messages[0], Mapping)
@@ -128,7 +133,7 @@ class LLM:
         evict = _spread("eviction", eviction, EvictionParams, len(talks))
         return self._finish(
             [
-                self.chat_request(talk, s, e, **variables)
+                self.chat_request(talk, s, e, pin_roles=pin_roles, **variables)
                 for talk, s, e in zip(talks, sampling, evict, strict=True)
             ]
         )
@@ -159,13 +164,27 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         eviction: EvictionParams | None = None,
+        *,
+        pin_roles: str | Sequence[str] = (),
         **variables: Any,
     ) -> Request:
-        """Return the request for messages, its text made by the chat template."""
+        """Return the request for messages, its text made by the chat template.
+
+        What the roles of `pin_roles` (such as "system") say is never evicted. UsageError if no
+        message has such a role.
+        """
+
+        def render(told: Conversation) -> str:
+            return self.template.render(told, **variables)
+
+        evict = eviction or EvictionParams()
+        if pin_roles:
+            pins = role_pins(render, self.engine.tokenizer, messages, pin_roles)
+            evict = replace(evict, pin=[*evict.pin, *pins])
         return Request(
-            self.template.render(messages, **variables),
+            render(messages),
             sampling_params or SamplingParams(),
-            eviction or EvictionParams(),
+            evict,
             add_special_tokens=False,  # the template writes its own
         )
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvsift.runtime.params import SamplingParams
+from kvsift.runtime.guardrail import Guardrail
+from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import FinishReason, GenerationResult, Timings
 from kvsift.runtime.sampling import Sampler, TokenLogprobs
 from kvsift.runtime.seeds import Seeds
@@ -30,7 +31,7 @@ class Sequence:
         prompt: Seq[int],
         sampling: SamplingParams,
         seeds: Seeds,
-        pins: tuple[tuple[int, int], ...],
+        eviction: EvictionParams,
         budget: int | None,
         tokenizer: Tokenizer,
         eos_token_ids: Seq[int],
@@ -40,7 +41,12 @@ class Sequence:
         self.prompt = list(prompt)
         self.sampling = sampling
         self.seeds = seeds
-        self.pins = pins
+        self.eviction = eviction
+        self.pins = tuple(eviction.pin)
+        #: Tokens of the prompt that an earlier turn has seen.
+        self.past = 0
+        minimum = eviction.min_coverage
+        self.guardrail = None if minimum is None else Guardrail(minimum)
         self.budget = budget
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -111,12 +117,21 @@ class Sequence:
             budget_tokens=budget,
             kept_tokens=round(rows),
             coverage=finite[-1] if finite else None,
+            coverages=tuple(slot.coverages) if slot else (),
+            guardrail=None if self.guardrail is None else self.guardrail.outcome,
+            budget_raised_tokens=self._raised_tokens(),
             kv_bytes=round(rows * kv_bytes_per_token),
             kv_bytes_allocated=kv_bytes_allocated,
             kv_bytes_dense=(slot.seen if slot else 0) * kv_bytes_per_token,
             evictions=slot.steps if slot else 0,
             timings=self._timings(),
         )
+
+    def _raised_tokens(self) -> int:
+        """Return the tokens that the guardrail has added to the budget."""
+        if self.guardrail is None or not self.guardrail.raised:
+            return 0
+        return self.guardrail.raised * self.slot.block_size
 
     def _timings(self) -> Timings:
         last = self._times and self.finish_reason != "cancelled"

@@ -48,6 +48,11 @@ class CommonOptions(Options):
     layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = Field(
         "uniform", description="uniform, pyramid, or one relative weight per layer"
     )
+    row_lengths: Literal["auto", "layer", "head"] = Field(
+        "auto",
+        description="auto: rows are equally long where the policy allows it; layer, head: requests "
+        "may give layers, or layers and heads, budgets of their own",
+    )
     pyramid_beta: float = Field(20.0, ge=1, description="steepness of the pyramid")
 
     @field_validator("layer_budgets", mode="before")
@@ -92,6 +97,7 @@ class Policy(BaseModel):
     prefill_selector: Literal["same", "topk"] = "same"
     recent_fraction: float = 0.0
     layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = "uniform"
+    row_lengths: Literal["auto", "layer", "head"] = "auto"
     pyramid_beta: float = 20.0
     #: Tokens between two decode evictions of a sequence, and freed by each.
     decode_interval: int = TOKEN_INTERVAL
@@ -99,6 +105,8 @@ class Policy(BaseModel):
     layout: Layout = "sequence"
     #: State tensors that the graph updates in every step, see `builder/states.py`.
     states: tuple[str, ...] = ()
+    #: The kept share of the score is a share of attention mass: coverage is defined.
+    score_is_mass: bool = False
     #: Rows must stay in position order (decode evictions gather instead of filling holes).
     needs_order: bool = False
     scorer_options: dict[str, int | float | str] = {}
@@ -122,7 +130,8 @@ class Policy(BaseModel):
     @property
     def shared_lens(self) -> bool:
         """Whether all layers and heads keep equally many rows."""
-        return self.layout == "sequence" and self.layer_budgets == "uniform"
+        uniform = self.layer_budgets == "uniform" and self.row_lengths == "auto"
+        return self.layout == "sequence" and uniform
 
 
 @dataclass(frozen=True)

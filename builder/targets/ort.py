@@ -18,6 +18,7 @@ from kvsift.builder.families import tensor_shapes
 from kvsift.builder.linear import Quantize, WeightFile, make_linear
 from kvsift.builder.package import (
     GRAPH,
+    README,
     WEIGHTS,
     AttentionForm,
     Limits,
@@ -40,12 +41,13 @@ class BuildOptions:
     """Options of a build.
 
     `attention` is the form of the graph, see `attention.py`; None is the fastest that the policy's
-    layout allows.
+    layout allows. `trace_scores` adds the scores of every eviction to the graph's outputs.
     """
 
     quantize: Quantize = "none"
     attention: AttentionForm | None = None
     all_logits: bool = False
+    trace_scores: bool = False
     seed: int = 0
     force: bool = False
 
@@ -103,13 +105,14 @@ def _write(
             make_linear(options.quantize, weights),
             form=form,
             all_logits=options.all_logits,
+            trace_scores=options.trace_scores,
         )
         model = decoder.build()
     finally:
         weights.close()
     ir.save(model, building / GRAPH)
     source.save_tokenizer(building)
-    (building / "README.md").write_text(_readme(policy, limits), encoding="utf-8")
+    (building / README).write_text(_readme(policy, limits), encoding="utf-8")
     files = {p.name: file_spec(p) for p in sorted(building.iterdir())}
     manifest = Manifest(
         kvsift_version=metadata.version("kvsift"),
@@ -117,6 +120,7 @@ def _write(
         attention=form,
         quantize=options.quantize,
         all_logits=options.all_logits,
+        trace_scores=options.trace_scores,
         seed=options.seed,
         model=source.config,
         policy=policy,
