@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.families import ModelConfig
@@ -63,7 +63,7 @@ class FileSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bytes: int
+    bytes: int = Field(ge=0)
     sha256: str
 
 
@@ -72,13 +72,13 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_input: int
-    max_output: int
-    max_batch: int
+    max_input: int = Field(ge=1)
+    max_output: int = Field(ge=1)
+    max_batch: int = Field(ge=1)
     #: Density of requests that name none, and the largest that a slot has room for.
-    density: float
-    max_density: float
-    chunk: int = 1024
+    density: float = Field(gt=0, le=1)
+    max_density: float = Field(gt=0, le=1)
+    chunk: int = Field(default=1024, ge=1)
 
 
 class Profile(BaseModel):
@@ -130,7 +130,7 @@ class Manifest(BaseModel):
     model: ModelConfig
     policy: Policy
     limits: Limits
-    parameters: int
+    parameters: int = Field(ge=0)
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     #: For the targets tensorrt and tensorrt-rtx.
@@ -160,7 +160,8 @@ def load_manifest(directory: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise PackageError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
+        where = f"{where} is {first['input']!r}: " if where else ""
+        raise PackageError(f"{path}: {where}{first['msg']}; rebuild the engine") from None
     for name, spec in manifest.files.items():
         file = directory / name
         size = file.stat().st_size if file.is_file() else -1

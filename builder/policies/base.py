@@ -78,29 +78,29 @@ class CommonOptions(Options):
 class Policy(BaseModel):
     """A resolved policy as the graph is built from it and the manifest records it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     scorer: str
     selector: str
     scope: Scope
     #: Tokens per unit: the granularity of eviction.
-    block_size: int = 1
+    block_size: int = Field(default=1, ge=1)
     #: Query rows that the scorer needs, and how their heads are kept.
-    window: int = 0
+    window: int = Field(default=0, ge=0)
     window_heads: WindowHeads = "none"
     #: One kept set per KV head (else one per layer).
     per_head: bool = False
-    sink_units: int = 0
-    recent_units: int = 0
-    min_budget_tokens: int = 0
+    sink_units: int = Field(default=0, ge=0)
+    recent_units: int = Field(default=0, ge=0)
+    min_budget_tokens: int = Field(default=0, ge=0)
     prefill_selector: Literal["same", "topk"] = "same"
-    recent_fraction: float = 0.0
+    recent_fraction: float = Field(default=0.0, ge=0, lt=1)
     layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = "uniform"
     row_lengths: Literal["auto", "layer", "head"] = "auto"
-    pyramid_beta: float = 20.0
+    pyramid_beta: float = Field(default=20.0, ge=1)
     #: Tokens between two decode evictions of a sequence, and freed by each.
-    decode_interval: int = TOKEN_INTERVAL
+    decode_interval: int = Field(default=TOKEN_INTERVAL, ge=1)
     #: `head`: the heads of a layer keep different numbers of rows.
     layout: Layout = "sequence"
     #: State tensors that the graph updates in every step, see `builder/states.py`.
