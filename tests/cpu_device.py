@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -189,5 +188,3 @@ class CpuDevice:
         assert not self._memory, f"{self.bytes_now} bytes of the arena are left"
         assert not self._host, "host blocks are left"
         self.released = True
-
-

@@ -109,7 +109,7 @@ def test_moves_equal_the_host(engines: Engines, library: Any, name: str, rows: i
     scratch.fill(rng)
     slots.fill(rng)
     full = np.full((2, 2), 24, np.int32)
-    lens = {slot: full for slot in range(3)}
+    lens = dict.fromkeys(range(3), full)
     for step in range(12):
         slot = int(rng.integers(3))
         if step % 3 == 0:
