@@ -66,7 +66,7 @@ def wrong_way(module: str, imported: str) -> bool:
     if module in COMMANDS:
         return inside(imported, ("kvsift.cli",))
     if inside(module, ("kvsift.runtime",)):
-        common = ("names", "states", "package", "plugin_library", "errors")
+        common = ("names", "states", "package", "plugin_library", "gpu", "errors")
         shared = tuple(f"kvsift.builder.{name}" for name in common)
         shared += ("kvsift.builder",) if module in PROGRAMS else ()
         allowed = inside(imported, shared) or not inside(imported, ("kvsift.builder",))

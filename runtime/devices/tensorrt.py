@@ -16,6 +16,7 @@ import numpy as np
 
 from kvsift.builder import plugin_library
 from kvsift.builder.errors import EngineError
+from kvsift.builder.gpu import gpu_name
 from kvsift.builder.package import PLAN
 from kvsift.runtime.devices import Bytes
 from kvsift.runtime.kernels import FillHolesArgs, GatherArgs, Kernels
@@ -80,7 +81,7 @@ class GpuDevice:
         library = plugin_library.find()
         self._kernels = Kernels(library)
         registry = trt.get_plugin_registry()
-        if registry.get_creator("KvAppend", OPS_VERSION, "") is None:
+        if registry.get_creator("KvAppend", self._kernels.version, "") is None:
             registry.load_library(str(library))
         self._stream = int(checked(cuda.cudaStreamCreate()))
         props = cuda.cudaMemPoolProps()
