@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -74,34 +75,32 @@ class DeviceCache:
             mine.clear(slot, list(mine.by_row().values()))
         real = np.arange(kept.keep.shape[2]) < kept.counts[..., None]
         units = np.where(real, kept.keep, np.int32(-1))
-        for layers in mine.runs(theirs):
-            part = slice(layers.start, layers.stop)
+        for layers, (first, second) in product(mine.runs(theirs), self._pairs()):
+            held, target = theirs.by_name[first], mine.by_name[first]
             places = self._moves.put(
-                _slot_numbers(source_slot, theirs.slots, layers),
-                _slot_numbers(slot, mine.slots, layers),
-                units[part],
-                lens[part],
+                _slot_numbers(source_slot, held.spacing, layers),
+                _slot_numbers(slot, target.spacing, layers),
+                units[layers.start : layers.stop],
+                lens[layers.start : layers.stop],
             )
-            for first, second in self._pairs():
-                held, target = theirs.by_name[first], mine.by_name[first]
-                args = GatherArgs(
-                    source=held.bases[layers.start],
-                    target=target.bases[layers.start],
-                    second_source=_base(theirs, second, layers),
-                    second_target=_base(mine, second, layers),
-                    **_named("source_slots target_slots units lens", places),
-                    Bs=len(layers) * theirs.slots,
-                    Bt=len(layers) * mine.slots,
-                    Hkv=mine.heads,
-                    Cs=theirs.capacities[layers.start],
-                    Ct=mine.capacities[layers.start],
-                    **_named("E R N", (len(layers), *units.shape[1:])),
-                    Rl=lens.shape[1],
-                    row_bytes=target.row_bytes,
-                    block_size=block_size,
-                    in_place=theirs is mine,
-                )
-                self._device.gather(args)
+            args = GatherArgs(
+                source=held.bases[layers.start],
+                target=target.bases[layers.start],
+                second_source=_base(theirs, second, layers),
+                second_target=_base(mine, second, layers),
+                **_named("source_slots target_slots units lens", places),
+                Bs=len(layers) * held.spacing,
+                Bt=len(layers) * target.spacing,
+                Hkv=mine.heads,
+                Cs=theirs.capacities[layers.start],
+                Ct=mine.capacities[layers.start],
+                **_named("E R N", (len(layers), *units.shape[1:])),
+                Rl=lens.shape[1],
+                row_bytes=target.row_bytes,
+                block_size=block_size,
+                in_place=theirs is mine,
+            )
+            self._device.gather(args)
 
     def copy_memory(self, source: KVCache, source_slot: int, slot: int) -> None:
         """Copy the queries and the states that belong to a slot of another cache."""
@@ -114,23 +113,22 @@ class DeviceCache:
     def move_block(self, slot: int, source: int, targets: Ints, size: int) -> None:
         """Copy the block of `size` rows number `source` over block `targets[layer, row]`."""
         mine = self.tensors
-        for layers in mine.runs(mine):
-            to = targets[layers.start : layers.stop]
-            numbers = _slot_numbers(slot, mine.slots, layers)
+        for layers, (first, second) in product(mine.runs(mine), self._pairs()):
+            tensor, to = mine.by_name[first], targets[layers.start : layers.stop]
+            numbers = _slot_numbers(slot, tensor.spacing, layers)
             places = self._moves.put(numbers, np.full_like(to, source), to)
-            for first, second in self._pairs():
-                args = FillHolesArgs(
-                    data=mine.by_name[first].bases[layers.start],
-                    second=_base(mine, second, layers),
-                    **_named("slots origin target", places),
-                    B=len(layers) * mine.slots,
-                    Hkv=mine.heads,
-                    C=mine.capacities[layers.start],
-                    **_named("E R M", (len(layers), to.shape[1], 1)),
-                    row_bytes=mine.by_name[first].row_bytes,
-                    block_size=size,
-                )
-                self._device.fill_holes(args)
+            args = FillHolesArgs(
+                data=tensor.bases[layers.start],
+                second=_base(mine, second, layers),
+                **_named("slots origin target", places),
+                B=len(layers) * tensor.spacing,
+                Hkv=mine.heads,
+                C=mine.capacities[layers.start],
+                **_named("E R M", (len(layers), to.shape[1], 1)),
+                row_bytes=tensor.row_bytes,
+                block_size=size,
+            )
+            self._device.fill_holes(args)
 
     def read(self, slot: int, layer: int) -> dict[str, Array]:
         """Return what a slot holds in a layer, copied to the host."""
@@ -189,9 +187,9 @@ class DeviceCache:
         return source.tensors
 
 
-def _slot_numbers(slot: int, slots: int, layers: range) -> Ints:
-    """Return the number of a slot of each layer, where the slots of all layers are one row."""
-    return (np.arange(len(layers)) * slots + slot).astype(np.int32)
+def _slot_numbers(slot: int, spacing: int, layers: range) -> Ints:
+    """Return the number of a slot of each layer, counted through the slots of all layers."""
+    return (np.arange(len(layers)) * spacing + slot).astype(np.int32)
 
 
 def _base(tensors: Tensors, name: str | None, layers: range) -> int | None:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from kvsift.runtime.kernels import FillHolesArgs, GatherArgs
 
 Bytes = NDArray[np.uint8]
+#: Every tensor begins at a multiple of it, bytes.
+ALIGNMENT = 256
 #: A recorded step, as the device names it.
 Graph = Any
 
@@ -41,7 +43,7 @@ class Device(Protocol):
     version: str
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory of the arena, aligned to 256 bytes."""
+        """Return the address of new memory of the arena, aligned to ALIGNMENT."""
         ...
 
     def free(self, address: int) -> None:

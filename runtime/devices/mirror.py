@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvsift.runtime.devices import Device
-
-#: Every array begins at a multiple of it, on both sides.
-ALIGNMENT = 256
+from kvsift.runtime.devices import ALIGNMENT, Device
 
 
 @dataclass(frozen=True)

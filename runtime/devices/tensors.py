@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,19 @@ import numpy as np
 from kvsift.builder.package import Manifest, window_features
 from kvsift.builder.states import STATES
 from kvsift.runtime.cache import KEY, VALUE
-from kvsift.runtime.devices import Device
+from kvsift.runtime.devices import ALIGNMENT, Device
 
 RING = "q_ring"
 
 
-def float_type(name: str) -> np.dtype[Any]:
-    """Return numpy's type of a float type's name; bfloat16 is one of ml_dtypes."""
+def numpy_type(name: str) -> np.dtype[Any]:
+    """Return numpy's type of a type's name in the manifest; bfloat16 is one of ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
 
         made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return made
-    return np.dtype(name)
+    return np.dtype("float32" if name == "float" else name)  # ONNX's name, which numpy takes as 64
 
 
 @dataclass
@@ -31,13 +32,15 @@ class Tensor:
     """What the layers hold of one name.
 
     [slots, heads, C_i, *row] where it moves with the rows of the cache, else [slots, *row]
-    (`heads` is None). `bases` are the addresses of the layers; the query ring has only one.
+    (`heads` is None). `bases` are the addresses of the layers, at first `spacing` slots apart: the
+    cache's slots, or more so that every layer is aligned. The query ring has only one.
     """
 
     dtype: np.dtype[Any]
     heads: int | None
     row: tuple[int, ...]
     bases: list[int] = field(default_factory=list)
+    spacing: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -67,7 +70,7 @@ class Tensors:
         self.heads = model.num_kv_heads
         self.capacities = [capacity] * model.num_layers
         self.stamp = 0
-        floats, single = float_type(manifest.dtype), np.dtype(np.float32)
+        floats, single = numpy_type(manifest.dtype), np.dtype(np.float32)
         self.by_name = {
             name: Tensor(floats, self.heads, (model.head_dim,)) for name in (KEY, VALUE)
         }
@@ -85,7 +88,10 @@ class Tensors:
         self._blocks: dict[int, set[tuple[str, int]]] = {}
         for name, tensor in self.by_name.items():
             count = 1 if name == RING else model.num_layers
-            size = slots * tensor.slot_bytes(capacity)
+            each = tensor.slot_bytes(capacity)
+            step = ALIGNMENT // gcd(ALIGNMENT, each)
+            tensor.spacing = -(-slots // step) * step
+            size = tensor.spacing * each
             base = self._new_block([(name, i) for i in range(count)], count * size)
             tensor.bases = [base + i * size for i in range(count)]
 
@@ -138,7 +144,7 @@ class Tensors:
         """Whether a layer lies right behind the one before it."""
         capacity = self.capacities[layer]
         return capacity == self.capacities[layer - 1] and all(
-            t.bases[layer] - t.bases[layer - 1] == self.slots * t.slot_bytes(capacity)
+            t.bases[layer] - t.bases[layer - 1] == t.spacing * t.slot_bytes(capacity)
             for t in self.by_row().values()
         )
 

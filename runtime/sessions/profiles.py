@@ -27,16 +27,16 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """A step's profile, its index in the engine, and the padded sizes."""
+    """A step's profile, by its index in the engine and its name, and the padded sizes."""
 
     index: int
-    profile: Profile
+    name: str
     sizes: tuple[tuple[str, int], ...]
 
     @property
     def is_generation(self) -> bool:
         """Whether steps of these sizes come again and again."""
-        return self.profile.name == "generation"
+        return self.name == "generation"
 
 
 def power_of_two(number: int, most: int) -> int:
@@ -75,7 +75,7 @@ def fit(manifest: Manifest, capacities: Sequence[int], slots: int, step: Step) -
         padded = _padded(manifest, profile, sizes, slots)
         bad = [n for n, (low, _, high) in profile.sizes.items() if not low <= padded[n] <= high]
         if not bad:
-            return Fit(index, profile, tuple(padded.items()))
+            return Fit(index, profile.name, tuple(padded.items()))
         low, _, high = profile.sizes[bad[0]]
         wrong = (
             f"a step needs {bad[0]} = {padded[bad[0]]}, and the engine's profile {profile.name!r} "

@@ -20,7 +20,7 @@ from kvsift.runtime.cache import KEY, VALUE, Array, KVCache
 from kvsift.runtime.device_cache import DeviceCache
 from kvsift.runtime.devices import Context, Device, Graph
 from kvsift.runtime.devices.mirror import Mirror, Pair
-from kvsift.runtime.devices.tensors import RING, float_type
+from kvsift.runtime.devices.tensors import RING, numpy_type
 from kvsift.runtime.sessions import Kept, Step, StepOutput
 from kvsift.runtime.sessions.profiles import Fit, fit
 
@@ -156,7 +156,7 @@ class TensorRTSession:
     ) -> dict[str, tuple[tuple[int, ...], DTypeLike]]:
         """Return shape and type of every tensor that is not the cache's."""
         return {
-            spec.name: (_shape(spec, sizes), float_type(spec.dtype))
+            spec.name: (_shape(spec, sizes), numpy_type(spec.dtype))
             for spec in specs
             if spec.name not in self._cached
         }
