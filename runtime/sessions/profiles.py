@@ -60,6 +60,17 @@ def step_sizes(manifest: Manifest, capacities: Sequence[int], step: Step) -> Siz
     return sizes | {f"C{layer}": size for layer, size in enumerate(capacities)}
 
 
+def check_slots(manifest: Manifest, slots: int) -> None:
+    """Raise CapacityError for a cache of more slots than the engine takes in a step."""
+    assert manifest.tensorrt is not None
+    most = max(p.sizes["B"][2] for p in manifest.tensorrt.profiles)
+    if slots > most:
+        raise CapacityError(
+            f"max_batch is {slots} and the engine was built with --max-batch {most}; lower it or "
+            "rebuild"
+        )
+
+
 def fit(manifest: Manifest, capacities: Sequence[int], slots: int, step: Step) -> Fit:
     """Return the profile that takes a step over a cache of `slots`, and the padded sizes.
 
@@ -67,9 +78,12 @@ def fit(manifest: Manifest, capacities: Sequence[int], slots: int, step: Step) -
     """
     assert manifest.tensorrt is not None
     sizes = step_sizes(manifest, capacities, step)
-    known = list(enumerate(manifest.tensorrt.profiles))
-    # A decode step's profile first, where it takes the step.
-    known.sort(key=lambda item: item[1].name != "generation")
+    known = [
+        (i, p)
+        for i, p in enumerate(manifest.tensorrt.profiles)
+        if sizes["S"] == 1 or p.name != "generation"
+    ]
+    known.sort(key=lambda item: item[1].name != "generation")  # a decode step's own first
     wrong = ""
     for index, profile in known:
         padded = _padded(manifest, profile, sizes, slots)
@@ -77,7 +91,7 @@ def fit(manifest: Manifest, capacities: Sequence[int], slots: int, step: Step) -
         if not bad:
             return Fit(index, profile.name, tuple(padded.items()))
         low, _, high = profile.sizes[bad[0]]
-        wrong = (
+        wrong = wrong or (
             f"a step needs {bad[0]} = {padded[bad[0]]}, and the engine's profile {profile.name!r} "
             f"takes {low} to {high}; rebuild it with another {_FIXES.get(bad[0][0], 'limit')}"
         )

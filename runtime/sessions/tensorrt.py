@@ -22,7 +22,7 @@ from kvsift.runtime.devices import Context, Device, Graph
 from kvsift.runtime.devices.mirror import Mirror, Pair
 from kvsift.runtime.devices.tensors import RING, numpy_type
 from kvsift.runtime.sessions import Kept, Step, StepOutput
-from kvsift.runtime.sessions.profiles import Fit, fit
+from kvsift.runtime.sessions.profiles import Fit, check_slots, fit
 
 #: What padding holds, where it is not 0.
 PADDING = {names.EVICT_SLOTS: -1, names.UNIT_IDS: -1}
@@ -70,7 +70,8 @@ class TensorRTSession:
         self._cached = _cached_tensors(manifest)
 
     def new_cache(self, slots: int, capacity: int) -> DeviceCache:
-        """Return an empty cache on the device; its memory is the session's arena."""
+        """Return an empty cache on the device; CapacityError if the engine has fewer slots."""
+        check_slots(self._manifest, slots)
         cache = DeviceCache(self._device, self._moves, self._manifest, slots, capacity)
         self._plans[cache] = {}
         return cache
