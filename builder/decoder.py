@@ -42,7 +42,8 @@ class Decoder:
 
     The weights' float type is that of activations and caches. `capacity`: tokens of every cache,
     where it must be static. `all_logits`: logits of every token, float32 [B, S, V], as evaluation
-    needs, else of the last one, [B, V].
+    needs, else of the last one, [B, V]. `trace_scores`: the scores of every eviction are an output,
+    too.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Decoder:
         form: AttentionForm = "gqa",
         capacity: int | None = None,
         all_logits: bool = False,
+        trace_scores: bool = False,
     ) -> None:
         self.config: ModelConfig = source.config
         self._source = source
@@ -64,6 +66,7 @@ class Decoder:
         self._form = form
         self._capacity = capacity
         self._all_logits = all_logits
+        self._trace_scores = trace_scores
         self._g = GraphBuilder(floats=weights.floats)
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
@@ -98,7 +101,7 @@ class Decoder:
         if policy.evicts:
             ring = memory.ring()
             inputs = eviction.eviction_inputs(c, policy, drawn=self._form == "tensorrt-rtx")
-            outputs = eviction.eviction_outputs(c, policy)
+            outputs = eviction.eviction_outputs(c, policy, self._trace_scores)
             self._inputs += inputs
             guarded = not self._form.startswith("tensorrt")
             emit = eviction.emit_guarded if guarded else eviction.emit_plain

@@ -19,6 +19,7 @@ from kvsift.builder.families import tensor_shapes
 from kvsift.builder.linear import Quantize, WeightFile, make_linear
 from kvsift.builder.package import (
     GRAPH,
+    README,
     WEIGHTS,
     AttentionForm,
     DType,
@@ -56,12 +57,14 @@ class BuildOptions:
 
     `attention` is the form of ONNX Runtime's graph, see `attention.py`; None is the fastest that
     the policy's layout allows. `dtype` is the type of weights, activations and caches.
+    `trace_scores` adds the scores of every eviction to the graph's outputs.
     """
 
     quantize: Quantize = "none"
     attention: AttentionForm | None = None
     dtype: DType = "float32"
     all_logits: bool = False
+    trace_scores: bool = False
     seed: int = 0
     force: bool = False
 
@@ -133,6 +136,7 @@ def write_graph(
             form=graph.form,
             capacity=graph.capacity,
             all_logits=options.all_logits,
+            trace_scores=options.trace_scores,
         )
         model = decoder.build()
     finally:
@@ -155,7 +159,7 @@ def write_rest(
 ) -> Manifest:
     """Write tokenizer, README and manifest beside what lies there already."""
     source.save_tokenizer(building)
-    (building / "README.md").write_text(_readme(policy, limits, graph.target), encoding="utf-8")
+    (building / README).write_text(_readme(policy, limits, graph.target), encoding="utf-8")
     files = {p.name: file_spec(p) for p in sorted(building.iterdir())}
     manifest = Manifest(
         kvsift_version=metadata.version("kvsift"),
@@ -164,6 +168,7 @@ def write_rest(
         dtype=options.dtype,
         quantize=options.quantize,
         all_logits=options.all_logits,
+        trace_scores=options.trace_scores,
         seed=options.seed,
         model=source.config,
         policy=policy,

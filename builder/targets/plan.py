@@ -161,7 +161,7 @@ def _profile(
     made = builder.create_optimization_profile()
     for spec in inputs:
         if (sizes := shapes(profile, spec)) is not None:
-            made.set_shape(spec.name, *(trt.Dims(size) for size in sizes))
+            made.set_shape(spec.name, *(trt.Dims(list(size)) for size in sizes))
     return made
 
 
