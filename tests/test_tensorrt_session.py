@@ -49,7 +49,7 @@ def mixed() -> list[Request]:
     """More than there are slots, of many lengths, one with a pinned span."""
     return [
         request(300, 60, seed=7),
-        request(90, 40, seed=2, pin=[(50, 60)]),
+        request(90, 40, seed=2, pin=[(50, 60)], density=0.7),
         request(200, 50),
         request(1, 30),
         request(257, 20, density=0.5),
