@@ -126,10 +126,12 @@ def generate(
             raise UsageError(f"{name} needs the chat template; add --chat")
     if replay is not None:
         from kvsift.cli_trace import replay_trace
+        from kvsift.runtime.engine import Engine as Runner
 
         if any(given is not None for given in (prompt, prompt_file, trace)):
             raise UsageError("--replay takes prompt and options from FILE; give no other")
-        return replay_trace(_load(engine, threads, verify).engine, replay)
+        runner = Runner(engine, max_batch=1, threads=threads, verify=verify)
+        return replay_trace(runner, replay)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -210,7 +212,7 @@ def chat_command(
         messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         try:
-            for update in llm.engine.run([llm.chat_request(messages, sampling, evict)]):
+            for update in llm.updates(llm.chat_request(messages, sampling, evict)):
                 pieces.append(update.text)
                 _write(update.text)
         except KeyboardInterrupt:
@@ -279,7 +281,7 @@ def _run(llm: LLM, request: Request, show: bool) -> GenerationResult:
     """Run one request; Ctrl-C leaves the text so far and ends the line."""
     result: GenerationResult | None = None
     try:
-        for update in llm.engine.run([request]):
+        for update in llm.updates(request):
             result = update.result
             if show:
                 _write(update.text)
