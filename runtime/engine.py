@@ -26,7 +26,7 @@ from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
-from kvsift.runtime.sessions.ort import OrtSession
+from kvsift.runtime.sessions.choice import open_session
 from kvsift.runtime.shares import check_shares, share_out
 from kvsift.runtime.sizes import slot_tokens, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
@@ -76,7 +76,7 @@ class Engine:
             min_budget_tokens=policy.min_budget_tokens,
             recent_fraction=policy.recent_fraction,
         )
-        self.session: Session = OrtSession(self.directory, self.manifest, threads)
+        self.session: Session = open_session(self.directory, self.manifest, threads)
         # Where rows differ in length, layers start small and grow to their longest row.
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
@@ -145,6 +145,10 @@ class Engine:
                 yield self.advance(sequence, logits[index])
                 if sequence.finish_reason:
                     del running[index]
+
+    def close(self) -> None:
+        """Give back what the engine holds, on a GPU its memory; it runs nothing afterwards."""
+        self.session.release()
 
     def generate(self, requests: Iterable[Request]) -> list[GenerationResult]:
         """Run requests to their end and return the results in their order."""
