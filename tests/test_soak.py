@@ -29,7 +29,8 @@ COUNT, SLOTS, CALLERS = 64, 4, 12
 CANARIES = [f"qz{i:02d}xjv" for i in range(COUNT)]
 BAD: list[Any] = [
     request("", 5), request([], 5), request([5, 512], 5), request(601, 5), request([5.5], 5),
-    request(20, 5, pin=[(0, 21)]), request("half \ud800", 5), Request(None),  # type: ignore[arg-type]
+    request(20, 5, pin=[(0, 21)]), request("half \ud800", 5),
+    Request(None),  # type: ignore[arg-type]
 ]  # fmt: skip
 #: Growth of the process that is not a leak: arenas and caches of ONNX Runtime and of Python.
 SLACK_RSS, SLACK_TRACED = 8 << 20, 1 << 18
