@@ -13,7 +13,15 @@ from typing import Any
 import typer
 
 from kvsift.builder.errors import EngineError, KvsiftError, UsageError
-from kvsift.runtime.evaluation import builds, fidelity, needles, runner, suites, texts
+from kvsift.runtime.evaluation import (
+    builds,
+    fidelity,
+    needles,
+    runner,
+    suites,
+    task_commands,
+    texts,
+)
 from kvsift.runtime.evaluation.lab import Lab
 from kvsift.runtime.evaluation.options import (
     Density,
@@ -160,7 +168,7 @@ def needles_command(
     lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
     text = texts.load_prose(prose)
-    haystacks = texts.prose_samples(lab.tokenizer, text, _prose_name(prose), samples, prompt)
+    haystacks = texts.prose_samples(lab.tokenizer, text, texts.prose_name(prose), samples, prompt)
     settings = {"prompt": prompt, "densities": density, "seeds": seeds}
     settings |= builds.recorded(lab, variants)
     store = Store(out / "needles.jsonl", settings)
@@ -182,6 +190,10 @@ def tables_command(out: Out, reference: Reference = None) -> None:
     Example: kvsift eval tables --out results
     """
     print(runner.summary(out, reference), end="")
+
+
+app.command("ruler")(task_commands.ruler_command)
+app.command("sessions")(task_commands.sessions_command)
 
 
 @dataclass(frozen=True)
@@ -225,13 +237,9 @@ def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
 def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:
     """Return the samples of prose and of code in turn."""
     prose = texts.load_prose(asked.prose)
-    name = _prose_name(asked.prose)
+    name = texts.prose_name(asked.prose)
     essays = texts.prose_samples(lab.tokenizer, prose, name, asked.samples, size)
     return runner.alternate(essays, texts.code_samples(lab.tokenizer, asked.samples, size))
-
-
-def _prose_name(path: Path | None) -> str:
-    return texts.ESSAYS_WHEEL if path is None else path.name
 
 
 def main() -> None:
