@@ -194,6 +194,7 @@ def tables_command(out: Out, reference: Reference = None) -> None:
 
 app.command("ruler")(task_commands.ruler_command)
 app.command("sessions")(task_commands.sessions_command)
+app.command("agreement")(task_commands.agreement_command)
 
 
 @dataclass(frozen=True)

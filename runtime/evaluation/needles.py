@@ -88,7 +88,7 @@ def measure(
             for draw in range(draws):
                 seed = eviction_seed(needle.index, draw)
                 slot = lab.evict(variant, lab.budget(variant.policy, density), seed)
-                kept = slot.length
+                kept = round(slot.rows_held)
                 begun = greedy.begin(variant, slot, first)
                 answer = greedy.decode(lab, [begun], max_tokens)[0]
                 right = needle.answer.lower() in answer.lower()

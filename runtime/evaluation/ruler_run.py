@@ -56,7 +56,7 @@ def measure(
     records = []
     for batch in _batches(lab, every):
         answers = _begin(lab, batch, first, () if query_aware else sample.question)
-        kept = [a.slot.length for a in answers]
+        kept = [round(a.slot.rows_held) for a in answers]
         texts = greedy.decode(
             lab, answers, max_tokens, lambda text: score(task, text, sample.answers) == 1.0
         )

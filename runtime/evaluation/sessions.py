@@ -113,7 +113,7 @@ def measure(
                 lab.evict_turn(variant, slot)
             if turn in asked:
                 saved = stage.save(slot)
-                kept.append(slot.length)
+                kept.append(round(slot.rows_held))
                 logits = lab.force(variant, slot, talk.question)[-1]
                 begun = [greedy.begin(variant, slot, logits)]
                 # No eviction on the side, which `restore` could not take back.

@@ -1,4 +1,4 @@
-"""`kvsift eval ruler` and `kvsift eval sessions`: questions with answers that can be checked."""
+"""`kvsift eval ruler`, `sessions` and `agreement`: questions with answers, and another's word."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from typing import Annotated, Any
 import typer
 
 from kvsift.builder.errors import UsageError
-from kvsift.runtime.evaluation import builds, ruler, ruler_run, runner, sessions, suites, texts
+from kvsift.runtime.evaluation import (
+    agreement,
+    builds,
+    kvpress_peer,
+    ruler,
+    ruler_run,
+    runner,
+    sessions,
+    suites,
+    texts,
+)
 from kvsift.runtime.evaluation.needles import load_template
 from kvsift.runtime.evaluation.options import (
     Density,
+    Follow,
     Model,
     Names,
     Out,
+    Prompt,
     Prose,
     Reference,
     Seeds,
@@ -22,6 +34,7 @@ from kvsift.runtime.evaluation.options import (
 )
 from kvsift.runtime.evaluation.store import Store
 
+Tasks = Annotated[list[str], typer.Option("--task", help="Only this task; repeatable.")]
 Slots = Annotated[int, typer.Option("--slots", min=1, help="Answers decoded together.")]
 
 
@@ -29,7 +42,7 @@ def ruler_command(
     out: Out,
     length: Annotated[int, typer.Option("--length", help="Tokens, 1024 to 65536.")] = 1024,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of each task.")] = 32,
-    task: Annotated[list[str], typer.Option("--task", help="Only this task; repeatable.")] = [],  # noqa: B006
+    task: Tasks = [],  # noqa: B006
     query_aware: Annotated[
         bool, typer.Option(help="Evict with the question in the prompt, or before it is known.")
     ] = True,
@@ -125,4 +138,52 @@ def sessions_command(
     chosen = reference or suites.default_reference(specs)
     text = sessions.markdown(store.sorted(), asked, budget, chosen)
     runner.write(out, "sessions", {"settings": settings, "samples": store.sorted()}, text)
+    print(text)
+
+
+def agreement_command(
+    out: Out,
+    samples: Annotated[int, typer.Option("--samples", help="Samples, up to 64.")] = 32,
+    task: Annotated[
+        str | None, typer.Option("--task", help="A task of RULER; without one, KL on prose.")
+    ] = None,
+    prompt: Prompt = 1024,
+    follow: Follow = 64,
+    max_new: Annotated[int, typer.Option("--max-new", min=1, help="Longest answer.")] = 24,
+    model: Model = None,
+    density: Density = [0.5, 0.2],  # noqa: B006
+    prose: Prose = None,
+    variant: Names = [],  # noqa: B006
+    threads: Threads = 0,
+) -> None:
+    """Ours and kvpress on the same samples, for every policy that both have.
+
+    Example: kvsift eval agreement --samples 32 --out results
+    """
+    specs = suites.pick(list(kvpress_peer.SHARED.values()), variant)
+    lab, variants = builds.prepare(out, model, prompt + max(follow, 64), specs, threads)
+    peer = kvpress_peer.KvpressPeer(lab.manifest, builds.tensors(model), threads or 2)
+    settings = {"prompt": prompt, "densities": density} | builds.recorded(lab, variants)
+    if task is None:
+        title, metric = "agreement-kl", "kl"
+        store = Store(out / f"{title}.jsonl", settings | {"follow": follow})
+        name, text = texts.prose_name(prose), texts.load_prose(prose)
+        essays = texts.prose_samples(lab.tokenizer, text, name, samples, prompt + follow)
+        runner.run(
+            store,
+            essays,
+            lambda s: (agreement.fidelity(lab, peer, s, variants, density, prompt), {}),
+        )
+    else:
+        title, metric = f"agreement-{task}", "score"
+        store = Store(out / f"{title}.jsonl", settings | {"max_new": max_new})
+        asked = ruler.tasks([task])[0]
+        made = ruler.questions(asked, out / "engine", prompt, samples, out / "ruler")
+        runner.run(
+            store,
+            made,
+            lambda s: (agreement.ruler(lab, peer, asked, s, variants, density, max_new), {}),
+        )
+    text = agreement.markdown(store.sorted(), density, metric)
+    runner.write(out, title, {"settings": settings, "samples": store.sorted()}, text)
     print(text)
