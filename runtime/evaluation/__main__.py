@@ -17,6 +17,8 @@ from kvsift.runtime.evaluation import (
     builds,
     fidelity,
     needles,
+    plots,
+    report,
     runner,
     suites,
     task_commands,
@@ -181,6 +183,10 @@ def needles_command(
     runner.run(store, haystacks, measure)
     chosen = reference or suites.default_reference(specs)
     print(runner.write_reports(out, "needles", store, settings, "correct", "accuracy", chosen))
+    found = report.cells(store.samples, "correct")
+    columns = [report.Column(f"density {d:g}", found, "prose", d) for d in density]
+    title = f"Needles found, {prompt} tokens, n = {len(store.samples)}"
+    plots.maybe(lambda: plots.grid(out / "needles.png", columns, "accuracy", title))
 
 
 @app.command("tables")
@@ -233,6 +239,29 @@ def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     runner.run(store, samples, measure)
     reference = asked.reference or suites.default_reference(specs)
     print(runner.write_reports(asked.out, title, store, recorded, "kl", "KL (nats)", reference))
+    plots.maybe(lambda: _plot(asked.out, title, store, settings))
+
+
+def _plot(out: Path, title: str, store: Store, settings: fidelity.Settings) -> None:
+    found = report.cells(store.samples, "kl")
+    kinds = sorted({s["kind"] for s in store.samples}, reverse=True)
+    densities, path = settings.densities, out / f"{title}.png"
+    label = "KL to the full cache (nats)"
+    counts = {k: sum(s["kind"] == k for s in store.samples) for k in kinds}
+    groups = {
+        f"{k}, n = {counts[k]}": [report.Column(f"density {d:g}", found, k, d) for d in densities]
+        for k in kinds
+    }
+    if title == "ablate":
+        columns = [
+            report.Column(f"{k}, density {d:g}", found, k, d) for k in kinds for d in densities
+        ]
+        heading = "One part changed at a time: a − b (below 0: a is nearer to the full cache)"
+        plots.forest(path, columns, suites.CONTRASTS, f"difference of {label}", heading)
+    elif title == "seeds":
+        plots.seeds(path, groups, f"mean {label}", "Mean of a whole run, one point per seed")
+    else:
+        plots.dots(path, groups, label, f"Distance from the full cache: {title}", log=True)
 
 
 def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:

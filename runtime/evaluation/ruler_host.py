@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,7 @@ def main() -> None:
     sys.modules.update(dict.fromkeys(TOKENIZER_MODULES, module))
     _mend_sentences()
     sys.argv = [script, *options]
+    sys.path.insert(0, str(Path(script).parent))  # as for any program
     runpy.run_path(script, run_name="__main__")
 
 

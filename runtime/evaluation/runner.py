@@ -137,6 +137,9 @@ def markdown(
     kinds = sorted({s["kind"] for s in samples}, reverse=True)
     densities = [float(d) for d in settings["densities"]]
     parts = [f"## {title}\n"]
+    if title == "seeds":
+        columns = [report.Column(f"{k} {d:g}", found, k, d) for d in densities for k in kinds]
+        parts.append(report.seed_table(columns) + "\n")
     for kind in kinds:
         count = sum(s["kind"] == kind for s in samples)
         for density in densities:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,8 @@ from kvsift.runtime.evaluation import (
     agreement,
     builds,
     kvpress_peer,
+    plots,
+    report,
     ruler,
     ruler_run,
     runner,
@@ -88,6 +91,15 @@ def ruler_command(
     text = ruler_run.markdown(samples_done, density, length, query_aware, chosen)
     runner.write(out, title, {"settings": settings, "samples": samples_done}, text)
     print(text)
+    found = report.cells([*samples_done, *ruler_run.together(samples_done)], "score")
+    every_kind = [*dict.fromkeys(s["kind"] for s in samples_done), ruler_run.ALL]
+    named = (
+        f"RULER, {length} tokens, question {'evicted with' if query_aware else 'after'} the text"
+    )
+    for d in density:
+        columns = [report.Column(kind, found, kind, d) for kind in every_kind]
+        path, heading = out / f"{title}-{d:g}.png", f"{named}, density {d:g}"
+        plots.maybe(partial(plots.grid, path, columns, "accuracy", heading))
 
 
 def sessions_command(
@@ -139,6 +151,12 @@ def sessions_command(
     text = sessions.markdown(store.sorted(), asked, budget, chosen)
     runner.write(out, "sessions", {"settings": settings, "samples": store.sorted()}, text)
     print(text)
+    columns = [
+        report.Column(f"after turn {t}", report.cells(store.samples, "found", i), "prose", 1.0)
+        for i, t in enumerate(asked)
+    ]
+    heading = f"The fact of turn 1 found, {budget} tokens held, n = {len(store.samples)}"
+    plots.maybe(lambda: plots.grid(out / "sessions.png", columns, "share found", heading))
 
 
 def agreement_command(
