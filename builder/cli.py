@@ -165,6 +165,10 @@ def build_engine(
             help="Memory for 'sequences that fit', such as 8GiB; default: what is free here.",
         ),
     ] = None,
+    trace_scores: Annotated[
+        bool,
+        typer.Option("--trace-scores", help="Let traces hold every unit's score: for debugging."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
     list_policies: Annotated[
         bool,
@@ -201,6 +205,7 @@ def build_engine(
         quantize=quantize.value,
         attention=None if attention is AttentionForm.auto else attention.value,
         all_logits=all_logits,
+        trace_scores=trace_scores,
         seed=seed,
         force=force,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,16 +16,18 @@ from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import load_manifest, verify_hashes
 from kvsift.runtime.budgets import BudgetRule, units_of
 from kvsift.runtime.decode import decode
-from kvsift.runtime.layer_budgets import layer_budgets
+from kvsift.runtime.guardrail import check_coverage
 from kvsift.runtime.params import check_integer
 from kvsift.runtime.prefill import Prefill
 from kvsift.runtime.prompts import encode, load_tokenizer
+from kvsift.runtime.recorder import Recorder
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
-from kvsift.runtime.sessions.ort import OrtSession
+from kvsift.runtime.sessions.choice import open_session
+from kvsift.runtime.shares import check_shares, share_out
 from kvsift.runtime.sizes import slot_tokens, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
 
@@ -70,14 +74,18 @@ class Engine:
             capacity=capacity,
             max_positions=model.max_positions,
             min_budget_tokens=policy.min_budget_tokens,
+            recent_fraction=policy.recent_fraction,
         )
-        self.session: Session = OrtSession(self.directory, self.manifest, threads)
+        self.session: Session = open_session(self.directory, self.manifest, threads)
         # Where rows differ in length, layers start small and grow to their longest row.
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
-        self._requests = 0
-        self._busy = False
+        #: Told of every request and eviction while it is set.
+        self.recorder: Recorder | None = None
+        self._numbers = itertools.count()
+        self._claim = threading.Lock()
+        self._owner: tuple[str, str] | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -96,16 +104,28 @@ class Engine:
         write into the same slots.
         """
         waiting = deque(self.prepare(i, r) for i, r in enumerate(requests))
-        if self._busy:
-            raise EngineError(
-                "the engine is still answering an earlier request; read its stream to the end or "
-                "close() it first, give all prompts at once, or load a second engine"
-            )
-        self._busy = True
+        self.claim("an earlier request", "read its stream to the end or close() it first")
         try:
             yield from self._run(waiting)
         finally:
-            self._busy = False
+            self.release()
+
+    def claim(self, owner: str, fix: str) -> None:
+        """Take the slots for one driver of the engine; EngineError if another has them.
+
+        `owner` and `fix` make the message that others get until `release`.
+        """
+        with self._claim:
+            if self._owner is not None:
+                raise EngineError(
+                    f"the engine is still answering {self._owner[0]}; {self._owner[1]}, give all "
+                    "prompts at once, or load a second engine"
+                )
+            self._owner = (owner, fix)
+
+    def release(self) -> None:
+        """Give the slots back."""
+        self._owner = None
 
     def _run(self, waiting: deque[RunningSequence]) -> Iterator[Update]:
         running: dict[int, RunningSequence] = {}
@@ -126,6 +146,10 @@ class Engine:
                 if sequence.finish_reason:
                     del running[index]
 
+    def close(self) -> None:
+        """Give back what the engine holds, on a GPU its memory; it runs nothing afterwards."""
+        self.session.release()
+
     def generate(self, requests: Iterable[Request]) -> list[GenerationResult]:
         """Run requests to their end and return the results in their order."""
         done = {u.index: u.result for u in self.run(requests) if u.result}
@@ -138,13 +162,14 @@ class Engine:
         CapacityError if a slot cannot hold what is asked for.
         """
         ids = self.encode(request)
+        check_coverage(request.eviction.min_coverage, self.manifest.policy)
+        check_shares(request.eviction, self.manifest)
         seeds = resolve_seeds(
             request.sampling.seed,
             request.eviction.eviction_seed,
             self.manifest.seed,
-            self._requests,
+            next(self._numbers),
         )
-        self._requests += 1
         limits = self.manifest.limits
         if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
             limits.max_output
@@ -160,7 +185,7 @@ class Engine:
             prompt=ids,
             sampling=request.sampling,
             seeds=seeds,
-            pins=tuple(request.eviction.pin),
+            eviction=request.eviction,
             budget=budget,
             tokenizer=self.tokenizer,
             eos_token_ids=model.eos_token_ids,
@@ -173,6 +198,8 @@ class Engine:
         `source` describes rows that the scratch holds already; without it reading starts empty,
         and nothing of an earlier request is read. The scratch holds one prompt at a time.
         """
+        if self.recorder is not None:
+            self.recorder.begin(sequence)
         if source is None:
             units = units_of(len(sequence.prompt), self.manifest.policy.block_size)
             source = self.new_slot(sequence, 0, units)
@@ -198,30 +225,43 @@ class Engine:
         """Choose the next token of a sequence and report what is new."""
         count = len(sequence.tokens)
         text = sequence.advance(logits, time.perf_counter())
-        result = None
-        if sequence.finish_reason:
-            allocated = self.cache.nbytes // self.cache.slots
-            result = sequence.result(self.kv_bytes_per_token, allocated)
+        result = self.result(sequence) if sequence.finish_reason else None
         return Update(sequence.index, text, result, tuple(sequence.tokens[count:]))
+
+    def result(self, sequence: RunningSequence) -> GenerationResult:
+        """Return the result of a sequence that has ended."""
+        if self.recorder is not None:
+            self.recorder.end(sequence)
+        allocated = self.cache.nbytes // self.cache.slots
+        return sequence.result(self.kv_bytes_per_token, allocated)
 
     def new_slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         """Return an empty slot of a sequence with its budgets and room for `units` unit ids."""
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
-        budgets, recent = None, 0
         spare = policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens
-        if sequence.budget is not None:
-            recent = int(policy.recent_fraction * sequence.budget)
-            forced = self.budgets.forced(size, sequence.pins) + recent
-            prompt_units = units_of(size, policy.block_size)
-            budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
-        return new_slot(
+        slot = new_slot(
             model,
             policy,
             index,
             units,
-            budgets,
+            None,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
             spare=min(model.max_positions - size, spare),
-            recent=recent * policy.block_size,
+        )
+        if sequence.budget is not None:
+            self.set_budget(slot, sequence)
+        return slot
+
+    def set_budget(self, slot: Slot, sequence: RunningSequence) -> None:
+        """Share a sequence's budget out over the layers and heads of its slot."""
+        assert sequence.budget is not None
+        share_out(
+            slot,
+            sequence.budget,
+            self.manifest,
+            self.budgets,
+            prompt_tokens=len(sequence.prompt),
+            params=sequence.eviction,
+            pins=sequence.pins,
         )

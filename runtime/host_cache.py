@@ -35,8 +35,7 @@ class HostCache:
         self._zero_stale = manifest.attention != "gqa"
         self._heads = model.num_kv_heads
         shapes = [(slots, model.num_kv_heads, size, model.head_dim) for size in sizes]
-        self.keys: list[Floats] = [np.zeros(shape, np.float32) for shape in shapes]
-        self.values: list[Floats] = [np.zeros(shape, np.float32) for shape in shapes]
+        self.keys, self.values = _in_one_block(shapes, 2)
         self.ring: Floats | None = None
         if policy.window:
             features = layers * window_features(model, policy)
@@ -80,10 +79,13 @@ class HostCache:
         old = self.keys[layer].shape[2]
         if capacity <= old:
             return
+        made = []
         for arrays in (self.keys, self.values, *self._by_row):
             held = arrays[layer]
             grown = np.zeros((*held.shape[:2], capacity, *held.shape[3:]), np.float32)
             grown[:, :, :old] = held
+            made.append((arrays, grown))
+        for arrays, grown in made:  # all or none: memory may end in between
             arrays[layer] = grown
 
     def gather(
@@ -203,3 +205,14 @@ def _layer_rows(kept: KeptUnits, lens: Ints, block_size: int, layer: int) -> Lay
         rows = (first + np.arange(block_size)).reshape(-1)
         made.append(rows[rows < length])
     return made
+
+
+def _in_one_block(shapes: Sequence[tuple[int, ...]], times: int) -> list[list[Floats]]:
+    """Return `times` lists of zeros of these shapes, as parts of one allocation.
+
+    numpy asks for huge pages from 4 MiB on, which one layer of a compact cache seldom is.
+    """
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    parts = np.split(np.zeros(times * sum(sizes), np.float32), np.cumsum(sizes * times)[:-1])
+    arrays = [part.reshape(shape) for part, shape in zip(parts, [*shapes] * times, strict=True)]
+    return [arrays[i : i + len(shapes)] for i in range(0, len(arrays), len(shapes))]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.runtime.budgets import units_of
+from kvsift.runtime.guardrail import share_of
 from kvsift.runtime.sequence import Sequence
 from kvsift.runtime.sessions import Kept, Step
 from kvsift.runtime.slots import Slot, every_unit, evictions, kept_units, move_to, past_lens
@@ -60,9 +61,12 @@ class Prefill:
                 evictions=evictions([source], engine.manifest, True) if evicts else None,
             ),
         )
+        kept = output.kept
+        if kept is not None:
+            kept = self._settle(kept)
         if self.unread:
             return None
-        self._fill_slot(output.kept)
+        self._fill_slot(kept)
         row: Logits = engine.last_logits(output.logits)[0]
         return row
 
@@ -70,12 +74,47 @@ class Prefill:
         """Whether the chunk that was just counted evicts."""
         return last and self._engine.manifest.policy.in_prefill and self.source.is_over()
 
+    def _settle(self, kept: Kept) -> Kept:
+        """Return what an eviction keeps once the guardrail is satisfied, and count it."""
+        engine, sequence, source = self._engine, self.sequence, self.source
+        if sequence.guardrail is not None:
+            assert sequence.budget is not None
+            new_tokens = sequence.sampling.max_tokens
+            ceiling = engine.budgets.ceiling(len(sequence.prompt), new_tokens)
+            ceiling = min(ceiling, int(source.units.max()))
+            kept, sequence.budget = sequence.guardrail.search(
+                kept, sequence.budget, ceiling, self._select
+            )
+            engine.set_budget(source, sequence)
+        if engine.recorder is not None:
+            engine.recorder.evict(sequence, source, kept, 0, "chunk" if self.unread else "prompt")
+        source.steps += 1
+        source.coverages.append(share_of(kept, 0))
+        return kept
+
+    def _select(self, units: int) -> Kept:
+        """Return what a budget of `units` would keep of the scratch: a step without new tokens."""
+        engine, source = self._engine, self.source
+        self.sequence.budget = units
+        engine.set_budget(source, self.sequence)
+        self._make_room(1)  # for the padding token, which nothing reads
+        step = Step(
+            input_ids=np.zeros((1, 1), np.int64),
+            position_ids=np.full((1, 1), source.seen, np.int64),
+            n_new=np.zeros(1, np.int32),
+            past_lens=past_lens([source], engine.manifest.policy.shared_lens),
+            evictions=evictions([source], engine.manifest, True),
+        )
+        output = engine.session.run(engine.scratch, step)
+        assert output.kept is not None
+        return output.kept
+
     def _make_room(self, tokens: int) -> None:
         """Enlarge the scratch for the next chunk."""
         engine = self._engine
         chunk, rows = engine.manifest.limits.chunk, self.source.length
         # GroupQueryAttention pays for valid rows only: grow once. The portable form pays for all.
-        coming = self.unread if engine.manifest.attention == "gqa" else tokens
+        coming = max(self.unread, tokens) if engine.manifest.attention == "gqa" else tokens
         for layer in range(len(self.source.lens)):
             engine.scratch.grow(layer, units_of(rows + coming, chunk) * chunk)
 
@@ -83,9 +122,6 @@ class Prefill:
         """Move what the prompt's last eviction keeps, or everything, into the slot."""
         engine, source = self._engine, self.source
         units = every_unit(source) if kept is None else kept_units(kept, 0)
-        if kept is not None:
-            source.steps += 1
-            source.coverages.append(float(kept.coverage.mean()))
         units_held = engine.budgets.capacity // source.block_size
         slot = engine.new_slot(self.sequence, self.index, units_held)
         move_to(engine.cache, engine.scratch, source, slot, units)

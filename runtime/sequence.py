@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvsift.runtime.params import SamplingParams
+from kvsift.runtime.guardrail import Guardrail
+from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import FinishReason, GenerationResult, Timings
 from kvsift.runtime.sampling import Sampler, TokenLogprobs
 from kvsift.runtime.seeds import Seeds
@@ -19,7 +20,7 @@ from kvsift.runtime.text import TextStream
 
 
 class Sequence:
-    """State of one request between steps; `slot` is set when its prompt has been read."""
+    """State of one request between steps; it has a `slot` once its prompt has been read."""
 
     slot: Slot
 
@@ -30,7 +31,7 @@ class Sequence:
         prompt: Seq[int],
         sampling: SamplingParams,
         seeds: Seeds,
-        pins: tuple[tuple[int, int], ...],
+        eviction: EvictionParams,
         budget: int | None,
         tokenizer: Tokenizer,
         eos_token_ids: Seq[int],
@@ -40,7 +41,12 @@ class Sequence:
         self.prompt = list(prompt)
         self.sampling = sampling
         self.seeds = seeds
-        self.pins = pins
+        self.eviction = eviction
+        self.pins = tuple(eviction.pin)
+        #: Tokens of the prompt that an earlier turn has seen.
+        self.past = 0
+        minimum = eviction.min_coverage
+        self.guardrail = None if minimum is None else Guardrail(minimum)
         self.budget = budget
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -59,7 +65,7 @@ class Sequence:
         if self._room == 0:
             self.finish_reason = "length"
             return self._stream.finish()
-        history = np.array(self.prompt + self.tokens, np.int64)
+        history = self.prompt + self.tokens
         choice = self._sampler.next(logits, history)
         self.tokens.append(choice.token)
         self._times.append(now)
@@ -78,12 +84,26 @@ class Sequence:
                 self.finish_reason = "stop"
         return text
 
+    @property
+    def latency_s(self) -> float:
+        """Seconds that the newest token took: since the one before, or since the request came."""
+        return self._times[-1] - (self._times[-2] if len(self._times) > 1 else self._begin)
+
+    def cancel(self) -> str:
+        """End the request where it stands and return the text that was held back."""
+        self.finish_reason = "cancelled"
+        return self._stream.finish()
+
     def result(self, kv_bytes_per_token: int, kv_bytes_allocated: int) -> GenerationResult:
-        """Return the finished request's result; `kv_bytes_per_token` is over all layers."""
-        slot = self.slot
-        finite = [c for c in slot.coverages if math.isfinite(c)]
+        """Return the finished request's result; `kv_bytes_per_token` is over all layers.
+
+        A request that was cancelled before it had a slot has kept nothing.
+        """
+        slot: Slot | None = getattr(self, "slot", None)
+        finite = [c for c in slot.coverages if math.isfinite(c)] if slot else []
+        rows = slot.rows_held if slot else 0.0
         budget = None
-        if slot.budgets is not None:
+        if slot and slot.budgets is not None:
             budget = round(float(slot.budgets.mean()) * slot.block_size)
         assert self.finish_reason is not None
         return GenerationResult(
@@ -95,17 +115,27 @@ class Sequence:
             seed=self.seeds.sampling,
             eviction_seed=self.seeds.eviction,
             budget_tokens=budget,
-            kept_tokens=round(slot.rows_held),
+            kept_tokens=round(rows),
             coverage=finite[-1] if finite else None,
-            kv_bytes=round(slot.rows_held * kv_bytes_per_token),
+            coverages=tuple(slot.coverages) if slot else (),
+            guardrail=None if self.guardrail is None else self.guardrail.outcome,
+            budget_raised_tokens=self._raised_tokens(),
+            kv_bytes=round(rows * kv_bytes_per_token),
             kv_bytes_allocated=kv_bytes_allocated,
-            kv_bytes_dense=slot.seen * kv_bytes_per_token,
-            evictions=slot.steps,
+            kv_bytes_dense=(slot.seen if slot else 0) * kv_bytes_per_token,
+            evictions=slot.steps if slot else 0,
             timings=self._timings(),
         )
 
+    def _raised_tokens(self) -> int:
+        """Return the tokens that the guardrail has added to the budget."""
+        if self.guardrail is None or not self.guardrail.raised:
+            return 0
+        return self.guardrail.raised * self.slot.block_size
+
     def _timings(self) -> Timings:
-        end = self._times[-1] if self._times else time.perf_counter()
+        last = self._times and self.finish_reason != "cancelled"
+        end = self._times[-1] if last else time.perf_counter()
         first = self._times[0] - self._begin if self._times else math.nan
         gaps = tuple(b - a for a, b in zip(self._times, self._times[1:], strict=False))
         return Timings(ttft_s=first, itl_s=gaps, total_s=end - self._begin)

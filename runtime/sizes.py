@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsift.builder.package import WEIGHTS, Manifest
+from kvsift.builder.package import PLAN, WEIGHTS, Manifest
 from kvsift.runtime.budgets import slot_capacity, units_of
 
-FLOAT_BYTES = 4
+#: Bytes of a number of keys and values, by the manifest's `dtype`.
+FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Sizes:
 def token_bytes(manifest: Manifest) -> int:
     """Return the bytes of one token's keys and values over all layers."""
     model = manifest.model
-    return 2 * FLOAT_BYTES * model.num_layers * model.num_kv_heads * model.head_dim
+    item = FLOAT_BYTES[manifest.dtype]
+    return 2 * item * model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
@@ -55,8 +57,9 @@ def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
 def sizes(manifest: Manifest) -> Sizes:
     """Return the sizes of a package, its scratch grown to the longest prompt."""
     limits, each = manifest.limits, token_bytes(manifest)
+    held = [manifest.files[name].bytes for name in (WEIGHTS, PLAN) if name in manifest.files]
     return Sizes(
-        weights=manifest.files[WEIGHTS].bytes,
+        weights=max(held),
         scratch=units_of(limits.max_input, limits.chunk) * limits.chunk * each,
         slot=slot_tokens(manifest) * each,
         dense=slot_tokens(manifest, dense=True) * each,

@@ -34,12 +34,16 @@ class Slot:
     seed: int = 0
     pins: tuple[tuple[int, int], ...] = ()
     recent: int = 0
+    #: Units to keep by head, int32 [L, R], where the heads of a layer have budgets of their own.
+    head_budgets: Ints | None = None
     #: Tokens that may come before the next eviction: the room that a grown cache leaves.
     spare: int = 0
     #: True tokens so far.
     seen: int = 0
     #: Evictions so far: the Philox counter of the next one.
     steps: int = 0
+    #: Tokens that evictions have dropped, the mean over layers and heads.
+    dropped: float = 0.0
     coverages: list[float] = field(default_factory=list)
 
     @property
@@ -79,10 +83,15 @@ class Slot:
 
     def is_over(self) -> bool:
         """Whether a layer holds more units than its budget: a prompt's end evicts then."""
+        if self.head_budgets is not None:
+            return bool((self.units > self.head_budgets).any())
         return self.budgets is not None and bool((self.units.mean(axis=1) > self.budgets).any())
 
     def is_full(self) -> bool:
         """Whether a layer has reached its budget plus one interval: a decode step evicts then."""
+        if self.head_budgets is not None:
+            full = self.head_budgets * self.block_size + self.interval
+            return bool((self.lens >= full).any())
         return self.budgets is not None and bool(
             (self.lens.mean(axis=1) >= self.budgets * self.block_size + self.interval).any()
         )
@@ -135,7 +144,8 @@ def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evicti
             spans.append((slot.seen - slot.recent, slot.seen))
         pins[e, : len(spans)] = np.array(spans, np.int32).reshape(-1, 2)
         assert slot.budgets is not None
-        budget[:, e] = slot.budgets[:, None]
+        own = slot.head_budgets
+        budget[:, e] = slot.budgets[:, None] if own is None else own
     return Evictions(
         slots=np.array([s.index for s in slots], np.int32),
         tokens_seen=np.array([s.seen for s in slots], np.int32),
@@ -172,6 +182,7 @@ def move_to(cache: KVCache, scratch: KVCache, source: Slot, target: Slot, kept: 
     target.ids = _ids_of(source, kept, target.ids.shape[2])
     target.lens = lens
     target.seen, target.steps = source.seen, source.steps
+    target.dropped = source.dropped + source.rows_held - target.rows_held
 
 
 def past_lens(slots: Sequence[Slot], shared: bool, batch: int = 1) -> Ints:
@@ -204,6 +215,7 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
     the hole: source and target never overlap, since no block is partial then. Else rows are
     gathered.
     """
+    before = slot.rows_held
     last = int(slot.units.flat[0]) - 1
     one_goes = bool((slot.units == last + 1).all() and (kept.counts == last).all())
     if slot.block_size > 1 and one_goes and not needs_order:
@@ -214,11 +226,12 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
         np.put_along_axis(slot.ids, at, slot.ids[:, :, last : last + 1], 2)
         slot.lens = slot.lens - np.int32(slot.block_size)
         slot.ids[:, :, last:] = -1
-        return
-    lens = _kept_rows(slot, slot.lens.shape[1], kept)
-    cache.gather(cache, slot.index, slot.index, kept, slot.lens, slot.block_size)
-    slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
-    slot.lens = lens
+    else:
+        lens = _kept_rows(slot, slot.lens.shape[1], kept)
+        cache.gather(cache, slot.index, slot.index, kept, slot.lens, slot.block_size)
+        slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
+        slot.lens = lens
+    slot.dropped += before - slot.rows_held
 
 
 def _room(rows: int, slot: Slot) -> int:

@@ -20,9 +20,11 @@ from kvsift.builder.weights import default_model, open_model
 from kvsift.runtime.cache import KEY, VALUE, KVCache
 from kvsift.runtime.engine import Engine, Request, Update
 from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.prefill import Prefill
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.sequence import Sequence as Running
 from kvsift.runtime.sessions import Step, StepOutput
+from kvsift.runtime.slots import Slot
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -230,15 +232,12 @@ class Probe:
                 trace.most_rows = max(trace.most_rows, int(first.max()) + 1)
         return output
 
-    def prefill(self, sequence: Running, index: int) -> Floats:
-        """Run the engine's own prefill with the sequence known."""
+    def begin(self, sequence: Running, index: int, source: Slot | None = None) -> Prefill:
+        """Begin as the engine does, with the sequence known."""
         self.traces[sequence.index] = Trace(slot=index)
         self._evictions[sequence.index] = 0
-        self._reading = sequence
-        logits = type(self.engine).prefill(self.engine, sequence, index)
-        self._reading = None
-        self._by_slot[index] = sequence
-        return logits
+        self._reading = self._by_slot[index] = sequence
+        return type(self.engine).begin(self.engine, sequence, index, source)
 
     def advance(self, sequence: Running, logits: Floats) -> Update:
         """Look at the slot before the engine goes on."""
@@ -290,14 +289,14 @@ def probed(engine: Engine, poison: bool = False, watch: Watch | None = None) -> 
     `watch` sees every step after the graph has run and before rows move.
     """
     probe = Probe(engine, watch)
-    changed = {"session": probe, "prefill": probe.prefill, "advance": probe.advance}
+    changed = {"session": probe, "begin": probe.begin, "advance": probe.advance}
     session = engine.session
     try:
         engine.__dict__.update(changed)
         engine.cache.poison = engine.scratch.poison = poison
         yield probe
     finally:
-        del engine.__dict__["prefill"], engine.__dict__["advance"]
+        del engine.__dict__["begin"], engine.__dict__["advance"]
         engine.session = session
         engine.cache.poison = engine.scratch.poison = False
 

@@ -16,6 +16,7 @@ from kvsift.builder.errors import EngineError
 from kvsift.builder.package import GRAPH, Manifest
 from kvsift.runtime.cache import KVCache
 from kvsift.runtime.host_cache import HostCache
+from kvsift.runtime.hugepages import huge_pages
 from kvsift.runtime.selftest import attention_error
 from kvsift.runtime.sessions import Evictions, Kept, Step, StepOutput
 
@@ -57,9 +58,10 @@ class OrtSession:
         if threads:
             options.intra_op_num_threads = threads
         try:
-            self._session = ort.InferenceSession(
-                str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
-            )
+            with huge_pages():
+                self._session = ort.InferenceSession(
+                    str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
+                )
         except Exception as error:
             raise EngineError(
                 f"ONNX Runtime {ort.__version__} refuses {directory / GRAPH}: "
@@ -105,6 +107,11 @@ class OrtSession:
             raise EngineError(f"the step failed: {str(error).splitlines()[0]}") from error
         return StepOutput(logits, kept)
 
+    def release(self) -> None:
+        """Let go of the graph and of the caches' memory."""
+        self._bindings.clear()
+        self._session = None
+
     def _binding(self, cache: HostCache, batch: int) -> Any:
         """Return the binding of the first `batch` slots, whose cache memory is bound once."""
         known = self._bindings.setdefault(cache, {})
@@ -146,6 +153,9 @@ class OrtSession:
         binding.bind_ortvalue_output(names.KEEP, _shared(kept.keep))
         binding.bind_ortvalue_output(names.KEEP_LEN, _shared(kept.keep_len))
         binding.bind_ortvalue_output(names.COVERAGE, _shared(kept.coverage))
+        if self._manifest.trace_scores:
+            kept.scores = np.zeros(x.unit_ids.shape, np.float32)
+            binding.bind_ortvalue_output(names.SCORES, _shared(kept.scores))
         return kept if evictions else None
 
     def _no_evictions(self) -> Evictions:
