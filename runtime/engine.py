@@ -27,8 +27,8 @@ from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
 from kvsift.runtime.sessions.choice import open_session
-from kvsift.runtime.shares import check_shares, share_out
-from kvsift.runtime.sizes import slot_tokens, token_bytes
+from kvsift.runtime.shares import check_rows, check_shares, share_out
+from kvsift.runtime.sizes import row_tokens, slot_tokens, slots_in, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
 
 __all__ = ["Engine", "Request", "Update"]
@@ -36,13 +36,17 @@ __all__ = ["Engine", "Request", "Update"]
 Logits = NDArray[np.float32]
 #: More than any machine has; ONNX Runtime starts all that it is told to.
 MAX_THREADS = 1024
+#: More than is of use; every one takes memory.
+MAX_SLOTS = 1024
 
 
 class Engine:
     """Loads a package and runs requests on it.
 
-    `max_batch` slots (default: the package's), `threads` for ONNX Runtime, `verify` compares the
-    files' hashes first. Raises PackageError or EngineError when the package cannot run.
+    `max_batch` slots (default: the package's), or with `kv_memory` as many as fit in so many bytes
+    beside the scratch, `max_batch` at most. `threads` for ONNX Runtime, `verify` compares the
+    files' hashes first. Raises PackageError or EngineError when the package cannot run,
+    CapacityError if not one sequence fits.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Engine:
         directory: str | Path,
         *,
         max_batch: int | None = None,
+        kv_memory: int | None = None,
         threads: int | None = None,
         verify: bool = False,
     ) -> None:
@@ -59,7 +64,15 @@ class Engine:
             verify_hashes(self.directory, self.manifest)
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
-        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", 1024)
+        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
+        self.row_limits: list[int] | None = None
+        if kv_memory is not None:
+            check_integer("kv_memory", kv_memory, 1, "it is bytes for all KV caches, the scratch's")
+            fixed = self.manifest.tensorrt is not None or max_batch is not None
+            most = self.max_batch if fixed else MAX_SLOTS
+            self.max_batch = slots_in(self.manifest, kv_memory, most)
+            self.row_limits = None if policy.shared_lens else row_tokens(self.manifest)
         if threads is not None:
             check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
         self.tokenizer = load_tokenizer(self.directory)
@@ -180,7 +193,7 @@ class Engine:
             )
         budget = self.budgets.units(len(ids), request.eviction, request.sampling.max_tokens)
         model = self.manifest.model
-        return RunningSequence(
+        made = RunningSequence(
             index=index,
             prompt=ids,
             sampling=request.sampling,
@@ -191,6 +204,10 @@ class Engine:
             eos_token_ids=model.eos_token_ids,
             max_positions=model.max_positions,
         )
+        if self.row_limits is not None:
+            reach = min(model.max_positions, len(ids) + request.sampling.max_tokens)
+            check_rows(self.new_slot(made, 0, 0), self.row_limits, reach)
+        return made
 
     def begin(self, sequence: RunningSequence, index: int, source: Slot | None = None) -> Prefill:
         """Return the reading of a sequence's prompt into slot `index`, whose steps do the work.

@@ -31,10 +31,12 @@ class LLM:
     """An engine with its tokenizer and chat template, and a scheduler that runs its requests.
 
     `max_batch` sequences run at a time (default: what the engine was built for) on `threads`
-    threads (default: ONNX Runtime's choice); `verify` compares the files' hashes with the manifest
-    first. `max_queue` requests may wait; `prefill_chunks` as in `Scheduler`. Any thread and any
-    event loop may use it. Raises PackageError or EngineError when the engine cannot run here.
-    `close()`, or leaving it as a context manager, cancels what still runs.
+    threads (default: ONNX Runtime's choice). `kv_memory` (bytes, or text such as "2GiB") bounds the
+    KV caches and decides how many sequences run at a time, `max_batch` at most. `verify` compares
+    the files' hashes with the manifest first. `max_queue` requests may wait; `prefill_chunks` as in
+    `Scheduler`. Any thread and any event loop may use it. `close()`, or leaving it as a context
+    manager, cancels what still runs. Raises PackageError or EngineError when the engine cannot run
+    here, CapacityError when not one sequence fits.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class LLM:
         engine_dir: str | os.PathLike[str],
         *,
         max_batch: int | None = None,
+        kv_memory: int | str | None = None,
         threads: int | None = None,
         verify: bool = False,
         max_queue: int = 256,
@@ -52,8 +55,17 @@ class LLM:
                 f"engine_dir must be the path of a directory, got {engine_dir!r:.60}; make one "
                 "with build_engine"
             )
-        directory = Path(engine_dir).expanduser()
-        self.engine = Engine(directory, max_batch=max_batch, threads=threads, verify=verify)
+        if isinstance(kv_memory, str):
+            from kvsift.runtime.console import parse_size
+
+            kv_memory = parse_size(kv_memory)
+        self.engine = Engine(
+            Path(engine_dir).expanduser(),
+            max_batch=max_batch,
+            kv_memory=kv_memory,
+            threads=threads,
+            verify=verify,
+        )
         self.scheduler = Scheduler(self.engine, max_queue=max_queue, prefill_chunks=prefill_chunks)
         # The scheduler's thread keeps the scheduler alive, and nothing else of this.
         self._stop = weakref.finalize(self, self.scheduler.stop)
