@@ -124,7 +124,8 @@ def test_half_precision_halves_the_cache(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (want,) = run_and_inspect(engines("nexus", **BLOCKS), [request(300, 1)])
-    directory = package(engines, tmp_path / "engine", "nexus", dtype="float16", **BLOCKS)
+    half = {"build_options": {"dtype": "float16"}, **BLOCKS}
+    directory = package(engines, tmp_path / "engine", "nexus", **half)
     with on_cpu(directory, monkeypatch) as (engine, _):
         (got,) = run_and_inspect(engine, [request(300, 40)])
         assert got.keys[0].dtype == np.float16
@@ -137,6 +138,26 @@ def test_half_precision_halves_the_cache(
         a, b = got.logits[0], want.logits[0]
         assert (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
         assert len(got.tokens) == 40
+
+
+def test_scores_are_traced(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of real units only, whatever the step was padded to."""
+    options = {"build_options": {"trace_scores": True}, **BLOCKS}
+    directory = package(engines, tmp_path / "engine", "nexus", **options)
+    want = traced_scores(engines("nexus", **options))
+    with on_cpu(directory, monkeypatch) as (engine, _):
+        got = traced_scores(engine)
+    assert len(got) == len(want) > 3
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def traced_scores(engine: Engine) -> list[Any]:
+    kept: list[Any] = []
+    run_and_inspect(engine, [request(300, 40)], watch=lambda cache, step, o: kept.append(o.kept))
+    return [k.scores for k in kept if k is not None]
 
 
 def loaded(directory: Path, manifest: Manifest, device: CpuDevice) -> None:
