@@ -52,12 +52,19 @@ def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
     )
 
 
+def scratch_tokens(manifest: Manifest) -> int:
+    """Return the tokens of the scratch: of the longest prompt, or fewer where prompts stream."""
+    limits = manifest.limits
+    whole = units_of(limits.max_input, limits.chunk) * limits.chunk
+    return whole if limits.max_scratch is None else min(whole, limits.max_scratch)
+
+
 def sizes(manifest: Manifest) -> Sizes:
     """Return the sizes of a package, its scratch grown to the longest prompt."""
-    limits, each = manifest.limits, token_bytes(manifest)
+    each = token_bytes(manifest)
     return Sizes(
         weights=manifest.files[WEIGHTS].bytes,
-        scratch=units_of(limits.max_input, limits.chunk) * limits.chunk * each,
+        scratch=scratch_tokens(manifest) * each,
         slot=slot_tokens(manifest) * each,
         dense=slot_tokens(manifest, dense=True) * each,
     )
