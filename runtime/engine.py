@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import load_manifest, verify_hashes
 from kvsift.runtime.budgets import BudgetRule, units_of
+from kvsift.runtime.conversation_file import load_conversation, save_conversation
 from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.decode import decode
 from kvsift.runtime.guardrail import check_coverage
 from kvsift.runtime.held import take_rows
 from kvsift.runtime.params import check_integer
-from kvsift.runtime.prefill import Prefill, check_scratch
+from kvsift.runtime.prefill import Prefill
 from kvsift.runtime.prefixes import Prefixes
 from kvsift.runtime.prompts import encode, load_tokenizer
 from kvsift.runtime.recorder import Recorder
@@ -34,6 +35,7 @@ from kvsift.runtime.sessions.ort import OrtSession
 from kvsift.runtime.shares import check_shares, share_out
 from kvsift.runtime.sizes import scratch_tokens, slot_tokens, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
+from kvsift.runtime.streaming import check_scratch
 
 __all__ = ["Engine", "Request", "Update"]
 
@@ -230,6 +232,19 @@ class Engine:
             assert sequence.session_id is not None
             sequence.holds_session = False
             self.conversations.release(sequence.session_id)
+
+    def save_session(self, session_id: str, path: str | Path) -> None:
+        """Write a session to a file; SessionError if it is answering, gone or unknown."""
+        save_conversation(path, self.conversations.get(session_id), self.manifest)
+
+    def load_session(self, path: str | Path, session_id: str) -> None:
+        """Read a session from a file under an id that is not busy, in the place of an older one.
+
+        SessionError if the file is damaged or was saved by another package.
+        """
+        conversation = load_conversation(path, self.manifest)
+        self.conversations.find(session_id)
+        self.conversations.put(session_id, conversation)
 
     def begin(self, sequence: RunningSequence, index: int, source: Slot | None = None) -> Prefill:
         """Return the reading of a sequence's prompt into slot `index`, whose steps do the work.

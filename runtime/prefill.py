@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import CapacityError
-from kvsift.builder.package import Manifest
 from kvsift.runtime.budgets import units_of
 from kvsift.runtime.guardrail import share_of
-from kvsift.runtime.held import HeldRows
 from kvsift.runtime.sequence import Sequence
 from kvsift.runtime.sessions import Kept, Step
 from kvsift.runtime.sizes import scratch_tokens
@@ -24,6 +21,7 @@ from kvsift.runtime.slots import (
     move_to,
     past_lens,
 )
+from kvsift.runtime.streaming import most_streamed
 
 if TYPE_CHECKING:  # the engine makes these
     from kvsift.runtime.engine import Engine
@@ -161,28 +159,3 @@ class Prefill:
         move_to(engine.cache, engine.scratch, source, slot, units)
         slot.coverages = source.coverages
         self.sequence.slot = slot
-
-
-def most_streamed(manifest: Manifest) -> int:
-    """Return the most tokens that a prompt longer than the scratch may keep: a chunk less."""
-    return scratch_tokens(manifest) - manifest.limits.chunk
-
-
-def check_scratch(
-    manifest: Manifest, prompt_tokens: int, budget: int | None, held: HeldRows | None
-) -> None:
-    """Raise CapacityError if a prompt fits the scratch neither whole nor in a stream.
-
-    `budget` in units; `held` is what an earlier turn has left of the prompt.
-    """
-    policy, whole = manifest.policy, scratch_tokens(manifest)
-    rows = prompt_tokens - (held.seen - held.longest if held else 0)
-    if rows <= whole or not policy.evicts or (held is None and not policy.in_prefill):
-        return
-    tokens = rows if budget is None else budget * policy.block_size
-    if tokens > most_streamed(manifest):
-        raise CapacityError(
-            f"the prompt needs {rows} rows and streams through a scratch of {whole}, so it may "
-            f"keep at most {most_streamed(manifest)} tokens, and its budget is {tokens}; lower "
-            "density or budget_tokens, or rebuild with a larger --max-scratch"
-        )

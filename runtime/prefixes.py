@@ -24,8 +24,8 @@ class Prefixes:
     """
 
     def __init__(self, longest: int, token_bytes: int, max_bytes: int = MAX_BYTES) -> None:
-        self._longest = longest
-        self._token_bytes = token_bytes
+        self.longest = longest
+        self.token_bytes = token_bytes
         self.max_bytes = max_bytes
         self._known: dict[tuple[int, ...], HeldRows | None] = {}
         self._lock = threading.Lock()
@@ -47,14 +47,14 @@ class Prefixes:
         key = tuple(int(i) for i in ids)
         if not key:
             raise UsageError("an empty prefix saves nothing; give the text that prompts begin with")
-        if len(key) > self._longest:
+        if len(key) > self.longest:
             raise CapacityError(
                 f"the prefix has {len(key)} tokens and the engine can keep one of "
-                f"{self._longest}; shorten it, or rebuild with a larger --max-input or "
+                f"{self.longest}; shorten it, or rebuild with a larger --max-input or "
                 "--max-scratch"
             )
         with self._lock:
-            size = sum(len(known) for known in {*self._known, key}) * self._token_bytes
+            size = sum(len(known) for known in {*self._known, key}) * self.token_bytes
             if size > self.max_bytes:
                 raise CapacityError(
                     f"the prefixes would take {size} bytes and may take {self.max_bytes}; remove "
