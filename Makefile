@@ -82,7 +82,9 @@ mypy: dev
 	@rm -rf build/mypy/kvsift && mkdir -p build/mypy/kvsift
 	@cd build/mypy/kvsift && ln -s ../../../kvsift/*.py ../../../kvsift/py.typed \
 	  ../../../builder ../../../runtime .
-	cd build/mypy && MYPYPATH=. ../../$(PY) -m mypy --config-file ../../pyproject.toml -p kvsift
+	$(PY) scripts/fetch_tensorrt.py stubs
+	cd build/mypy && MYPYPATH=.:../tensorrt/stubs \
+	  ../../$(PY) -m mypy --config-file ../../pyproject.toml -p kvsift
 	cd build/mypy && MYPYPATH=. ../../$(PY) -m mypy --config-file ../../pyproject.toml \
 	  ../../scripts/*.py
 

@@ -169,7 +169,8 @@ def build_engine(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for 'sequences that fit', such as 8GiB; default: what is free here.",
+            help="Memory of KV caches for 'sequences that fit', such as 8GiB; default: what is "
+            "free here.",
         ),
     ] = None,
     trace_scores: Annotated[

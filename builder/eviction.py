@@ -38,8 +38,11 @@ def score_rows(config: ModelConfig, policy: Policy) -> int:
     return config.num_kv_heads if policy.per_head else 1
 
 
-def eviction_inputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
-    """Return the graph inputs that say which slots evict, to what budget, with which seed."""
+def eviction_inputs(config: ModelConfig, policy: Policy, *, drawn: bool = False) -> list[ir.Value]:
+    """Return the graph inputs that say which slots evict, to what budget, with which seed.
+
+    `drawn`: the random numbers themselves come in place of seed and step.
+    """
     L, R = config.num_layers, score_rows(config, policy)
     shapes: dict[str, tuple[int | str, ...]] = {
         names.EVICT_SLOTS: ("E",),
@@ -52,9 +55,13 @@ def eviction_inputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
     }
     if policy.prefill_selector == "topk" and _draws(policy) > 0:
         shapes[names.PROMPT_END] = ("E",)
-    if not _needs_philox(policy):
+    if drawn or not _needs_philox(policy):
         del shapes[names.EVICTION_SEED], shapes[names.EVICTION_STEP]
-    return [value(name, INT32, shape) for name, shape in shapes.items()]
+    inputs = [value(name, INT32, shape) for name, shape in shapes.items()]
+    if drawn and _needs_philox(policy):
+        draws = _philox_attributes(config, policy)["draws"]
+        inputs.append(value(names.UNIFORM, FLOAT, (L, "E", R, int(draws), "N")))
+    return inputs
 
 
 def eviction_outputs(
@@ -103,6 +110,21 @@ def emit_guarded(
         then_branch=then.graph([], then_outputs, "evict_then"),
         else_branch=other.graph([], else_outputs, "evict_else"),
     )
+
+
+def emit_plain(
+    g: GraphBuilder,
+    config: ModelConfig,
+    policy: Policy,
+    inputs: Sequence[ir.Value],
+    layers: Sequence[LayerState],
+    ring: ir.Value | None,
+    outputs: Sequence[ir.Value],
+) -> None:
+    """Append the nodes without a guard, for targets where they cost nothing when no slot evicts."""
+    selected = emit_selection(g, config, policy, inputs, layers, ring)[: len(outputs)]
+    for made, output in zip(selected, outputs, strict=True):
+        g.op("Identity", made, output=output)
 
 
 def emit_selection(
@@ -171,14 +193,19 @@ def selector_attributes(policy: Policy) -> dict[str, int | float]:
 
 
 def functions(
-    config: ModelConfig, policy: Policy, calls: dict[str, dict[str, int | float]]
+    config: ModelConfig,
+    policy: Policy,
+    calls: dict[str, dict[str, int | float]],
+    *,
+    fixed: bool = False,
 ) -> list[ir.Function]:
-    """Return the bodies, in standard ONNX, of the ops that the graph calls."""
+    """Return the bodies, in standard ONNX, of the ops that the graph calls; see `Dims.fixed`."""
     dims = Dims(
         window_heads=config.num_heads if policy.window_heads != "mean" else 1,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         window=policy.window,
+        fixed=fixed,
     )
     return [body(op, attributes, dims) for op, attributes in calls.items()]
 
@@ -207,8 +234,11 @@ def _uniform(
     """
     if not _needs_philox(policy):
         return None
-    inputs = (named[names.UNIT_IDS], named[names.EVICTION_SEED], named[names.EVICTION_STEP])
-    drawn = call(g, "PhiloxUniform", inputs, _philox_attributes(config, policy))[0]
+    if names.UNIFORM in named:
+        drawn = named[names.UNIFORM]
+    else:
+        words = (named[names.UNIT_IDS], named[names.EVICTION_SEED], named[names.EVICTION_STEP])
+        drawn = call(g, "PhiloxUniform", words, _philox_attributes(config, policy))[0]
     if names.PROMPT_END not in named:
         return drawn
     one_shot = g.op("Equal", named[names.PROMPT_END], g.const(1, np.int32))

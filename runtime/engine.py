@@ -31,9 +31,9 @@ from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
-from kvsift.runtime.sessions.ort import OrtSession
-from kvsift.runtime.shares import check_shares, share_out
-from kvsift.runtime.sizes import scratch_tokens, slot_tokens, token_bytes
+from kvsift.runtime.sessions.choice import open_session
+from kvsift.runtime.shares import check_rows, check_shares, share_out
+from kvsift.runtime.sizes import row_tokens, scratch_tokens, slot_tokens, slots_in, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
 from kvsift.runtime.streaming import check_scratch
 
@@ -42,13 +42,17 @@ __all__ = ["Engine", "Request", "Update"]
 Logits = NDArray[np.float32]
 #: More than any machine has; ONNX Runtime starts all that it is told to.
 MAX_THREADS = 1024
+#: More than is of use; every one takes memory.
+MAX_SLOTS = 1024
 
 
 class Engine:
     """Loads a package and runs requests on it.
 
-    `max_batch` slots (default: the package's), `threads` for ONNX Runtime, `verify` compares the
-    files' hashes first. Raises PackageError or EngineError when the package cannot run.
+    `max_batch` slots (default: the package's), or with `kv_memory` as many as fit in so many bytes
+    beside the scratch, `max_batch` at most. `threads` for ONNX Runtime, `verify` compares the
+    files' hashes first. Raises PackageError or EngineError when the package cannot run,
+    CapacityError if not one sequence fits.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Engine:
         directory: str | Path,
         *,
         max_batch: int | None = None,
+        kv_memory: int | None = None,
         threads: int | None = None,
         verify: bool = False,
     ) -> None:
@@ -65,7 +70,15 @@ class Engine:
             verify_hashes(self.directory, self.manifest)
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
-        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", 1024)
+        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
+        self.row_limits: list[int] | None = None
+        if kv_memory is not None:
+            check_integer("kv_memory", kv_memory, 1, "it is bytes for all KV caches, the scratch's")
+            fixed = self.manifest.tensorrt is not None or max_batch is not None
+            most = self.max_batch if fixed else MAX_SLOTS
+            self.max_batch = slots_in(self.manifest, kv_memory, most)
+            self.row_limits = None if policy.shared_lens else row_tokens(self.manifest)
         if threads is not None:
             check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
         self.tokenizer = load_tokenizer(self.directory)
@@ -82,7 +95,7 @@ class Engine:
             min_budget_tokens=policy.min_budget_tokens,
             recent_fraction=policy.recent_fraction,
         )
-        self.session: Session = OrtSession(self.directory, self.manifest, threads)
+        self.session: Session = open_session(self.directory, self.manifest, threads)
         # Where rows differ in length, layers start small and grow to their longest row.
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
@@ -161,6 +174,10 @@ class Engine:
                 if sequence.finish_reason:
                     del running[index]
 
+    def close(self) -> None:
+        """Give back what the engine holds, on a GPU its memory; it runs nothing afterwards."""
+        self.session.release()
+
     def generate(self, requests: Iterable[Request]) -> list[GenerationResult]:
         """Run requests to their end and return the results in their order."""
         done = {u.index: u.result for u in self.run(requests) if u.result}
@@ -208,7 +225,7 @@ class Engine:
         new_tokens = request.sampling.max_tokens
         budget = self.budgets.units(len(ids), eviction, new_tokens, next_turn=talk is not None)
         check_scratch(self.manifest, len(ids), budget, talk.rows if talk else None)
-        sequence = RunningSequence(
+        made = RunningSequence(
             index=index,
             prompt=ids,
             sampling=request.sampling,
@@ -221,10 +238,13 @@ class Engine:
             session_id=name,
             conversation=talk,
         )
+        if self.row_limits is not None:
+            reach = min(model.max_positions, len(ids) + new_tokens)
+            check_rows(self.new_slot(made, 0, 0), self.row_limits, reach)
         if name is not None:
             self.conversations.claim(name, talk)
-            sequence.holds_session = True
-        return sequence
+            made.holds_session = True
+        return made
 
     def leave(self, sequence: RunningSequence) -> None:
         """Let go of a sequence that ends without a result: its session stays as it was."""

@@ -10,12 +10,17 @@ from kvsift.runtime.sizes import sizes
 
 
 def print_report(directory: Path, manifest: Manifest, target: str, memory: int | None) -> None:
-    """Print parameters, files and memory of a new engine; `memory` bytes decide what fits."""
+    """Print parameters, files and memory of a new engine; `memory` bytes for KV caches: what fits.
+
+    Without it, all that is free on this machine counts.
+    """
     size, limits = sizes(manifest), manifest.limits
     free = memory
-    if free is None:
-        free = console.available_memory()
-    where = "in the memory given" if memory is not None else "in the memory available here"
+    if free is None and (found := console.available_memory()) is not None:
+        free = max(0, found - size.weights)
+    where = (
+        "in the memory given" if memory is not None else "in the memory that the weights leave here"
+    )
     text = console.size_text
     rows = [
         ["target", target],

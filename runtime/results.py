@@ -72,6 +72,11 @@ class GenerationResult:
     session_turn: int | None
     timings: Timings
 
+    @property
+    def outputs(self) -> tuple[GenerationResult]:
+        """The answers to the request, as TensorRT-LLM calls them: this one."""
+        return (self,)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for json.dumps(allow_nan=False); NaN and infinities become None.
 

@@ -114,15 +114,19 @@ class Scheduler:
 
     def close(self, drain: bool = False) -> None:
         """Take no more requests, cancel the open ones (with `drain`: finish them), and stop."""
+        self.stop(drain)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def stop(self, drain: bool = False) -> None:
+        """Close without waiting for the engine's thread to end."""
         with self._changed:
             self._closed = self._closed or "the scheduler is closed; make a new one"
             if not drain:
                 for ticket in self._open_tickets():
                     ticket.cancel()
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        atexit.unregister(self.close)
 
     def _check_queue(self, count: int) -> None:
         """Raise QueueFullError if `count` more requests would be too many."""
@@ -165,6 +169,7 @@ class Scheduler:
             self._fail_all(error)
         finally:
             self.engine.release()
+            atexit.unregister(self.close)
 
     def _wait(self) -> bool:
         """Wait for something to do; False when there will be nothing any more."""

@@ -26,7 +26,7 @@ from kvsift.builder.package import (
     load_manifest,
 )
 from kvsift.builder.policies import resolve
-from kvsift.builder.targets import ort
+from kvsift.builder.targets import common
 from kvsift.builder.targets.ort import build
 from kvsift.builder.weights import open_model
 from kvsift.runtime.engine import Engine
@@ -107,7 +107,7 @@ def test_a_failed_rebuild_keeps_the_old_engine(
     def full(path: Path, manifest: Manifest) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ort, "write_manifest", full)
+    monkeypatch.setattr(common, "write_manifest", full)
     with pytest.raises(EngineError, match="No space left"):
         make(tmp_path, force=True)
     assert left(tmp_path) == ["engine"]
