@@ -1,12 +1,13 @@
 """Fetch the parts of TensorRT that PyPI has, into build/tensorrt or a directory you name.
 
-Usage: python scripts/fetch_tensorrt.py headers|lean|lean11|rtx|stubs [DIRECTORY]
+Usage: python scripts/fetch_tensorrt.py headers|lean|lean11|rtx|stubs|cuda [DIRECTORY]
 
 headers  the C++ headers (Apache-2.0) as the wheel kernel-lens carries them; CMake looks there for
          a TensorRT SDK when TENSORRT_ROOT names none
 lean     the lean runtime 10.16: a real plugin registry for C++ programs without a GPU
 lean11   the lean runtime 11.4 with its Python module
 rtx      TensorRT for RTX with its Python module: a real ONNX parser and builder
+cuda     cuda-python's bindings of CUDA's runtime, for this Python
 stubs    types of TensorRT's Python module for mypy, with what is no valid Python repaired
 
 Prints the directory. What is there already is not fetched again.
@@ -28,6 +29,7 @@ WHEELS = {
     "lean": ["tensorrt-lean-cu13-libs==10.16.1.11"],
     "lean11": [f"tensorrt-lean-cu13-{part}==11.4.0.106" for part in ("libs", "bindings")],
     "stubs": ["tensorrt-stubs==10.13.0.35.1"],
+    "cuda": ["cuda-bindings==13.5.0", "cuda-pathfinder==1.9.1"],
     "rtx": [f"tensorrt-rtx-cu13-{part}==1.7.1.116" for part in ("libs", "bindings")],
 }
 #: Where the useful part of the wheels lies, and a file that must be in it.
@@ -36,6 +38,7 @@ PARTS = {
     "lean": ("tensorrt_lean_libs", "libnvinfer_lean.so.10"),
     "lean11": (".", "tensorrt_lean_bindings/__init__.py"),
     "stubs": (".", "tensorrt/__init__.pyi"),
+    "cuda": (".", "cuda/bindings/__init__.py"),
     "rtx": (".", "tensorrt_rtx_bindings/__init__.py"),
 }
 

@@ -57,7 +57,7 @@ def on_cpu(
 ) -> Iterator[tuple[Engine, CpuDevice]]:
     """Load an engine of the TensorRT target as a user does, the CPU in the place of the GPU."""
     device = cpu_device()
-    monkeypatch.setattr(sessions, "open_device", lambda: device)
+    monkeypatch.setattr(sessions, "open_device", lambda directory: device)
     engine = Engine(directory, **options)
     try:
         yield engine, device

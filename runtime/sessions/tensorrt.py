@@ -57,7 +57,7 @@ class TensorRTSession:
 
     def __init__(self, directory: Path, manifest: Manifest, device: Device | None = None) -> None:
         self._manifest = manifest
-        self._device = device or open_device()
+        self._device = device or open_device(directory)
         try:
             check_build(directory, manifest, self._device)
             self._device.load(directory)
@@ -199,8 +199,16 @@ class TensorRTSession:
             plan.graph = None
 
 
-def open_device() -> Device:
-    """Return the machine's GPU. Raises EngineError when TensorRT or cuda-python is missing."""
+def open_device(directory: Path) -> Device:
+    """Return the machine's GPU, to run the engine of a package.
+
+    Raises EngineError when the package has no engine yet, or TensorRT or cuda-python is missing.
+    """
+    if not (directory / PLAN).is_file():
+        raise EngineError(
+            f"{directory} has no {PLAN} (it was built with --onnx-only); make it with "
+            f"sh trtexec.sh in that directory, or rebuild with build_engine --target tensorrt"
+        )
     from kvsift.runtime.devices.tensorrt import GpuDevice
 
     return GpuDevice()
@@ -224,6 +232,11 @@ def check_build(directory: Path, manifest: Manifest, device: Device) -> None:
             f"{directory / PLAN} was made for {built.gpu} and this machine has {device.name}; "
             f"{again}"
         )
+    cached, aliased = _cached_tensors(manifest), {after: before for before, after in built.aliased}
+    for spec in manifest.outputs:
+        before = aliased.get(spec.name, "")
+        if spec.name in cached and cached.get(before) != cached[spec.name]:
+            raise EngineError(f"{directory} does not write {spec.name!r} in place; rebuild it")
 
 
 def _cached_tensors(manifest: Manifest) -> dict[str, tuple[str, int]]:
