@@ -7,19 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import CapacityError, EngineError
+from kvsift.builder.errors import EngineError
 from kvsift.builder.package import load_manifest, verify_hashes
+from kvsift.runtime.admission import admit
 from kvsift.runtime.budgets import BudgetRule, units_of
 from kvsift.runtime.conversation_file import load_conversation, save_conversation
 from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.decode import decode
-from kvsift.runtime.guardrail import check_coverage
 from kvsift.runtime.held import take_rows
 from kvsift.runtime.params import check_integer
 from kvsift.runtime.prefill import Prefill
@@ -28,14 +27,12 @@ from kvsift.runtime.prompts import encode, load_tokenizer
 from kvsift.runtime.recorder import Recorder
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
-from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
 from kvsift.runtime.sessions.choice import open_session
-from kvsift.runtime.shares import check_rows, check_shares, share_out
+from kvsift.runtime.shares import share_out
 from kvsift.runtime.sizes import row_tokens, scratch_tokens, slot_tokens, slots_in, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
-from kvsift.runtime.streaming import check_scratch
 
 __all__ = ["Engine", "Request", "Update"]
 
@@ -202,49 +199,7 @@ class Engine:
         or too long or a parameter does not fit it, CapacityError if a slot cannot hold what is
         asked for, SessionError if the session is busy already.
         """
-        name, talk = request.session_id, None
-        if name is not None:
-            talk = self.conversations.find(name)
-        ids = encode(request, self.tokenizer, self.manifest, goes_on=talk is not None)
-        check_coverage(request.eviction.min_coverage, self.manifest.policy)
-        check_shares(request.eviction, self.manifest)
-        limits, model, eviction = self.manifest.limits, self.manifest.model, request.eviction
-        asked = request.sampling.seed, eviction.eviction_seed
-        if talk is None:
-            seeds = resolve_seeds(*asked, self.manifest.seed, next(self._numbers))
-        else:
-            seeds, ids = talk.next_seeds(*asked), talk.prompt(ids, model)
-            eviction = replace(eviction, pin=talk.all_pins(eviction.pin))
-        if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
-            limits.max_output
-        ):
-            raise CapacityError(
-                f"max_tokens is {request.sampling.max_tokens} and the engine was built with "
-                f"--max-output {limits.max_output}; lower it or rebuild"
-            )
-        new_tokens = request.sampling.max_tokens
-        budget = self.budgets.units(len(ids), eviction, new_tokens, next_turn=talk is not None)
-        check_scratch(self.manifest, len(ids), budget, talk.rows if talk else None)
-        made = RunningSequence(
-            index=index,
-            prompt=ids,
-            sampling=request.sampling,
-            seeds=seeds,
-            eviction=eviction,
-            budget=budget,
-            tokenizer=self.tokenizer,
-            eos_token_ids=model.eos_token_ids,
-            max_positions=model.max_positions,
-            session_id=name,
-            conversation=talk,
-        )
-        if self.row_limits is not None:
-            reach = min(model.max_positions, len(ids) + new_tokens)
-            check_rows(self.new_slot(made, 0, 0), self.row_limits, reach)
-        if name is not None:
-            self.conversations.claim(name, talk)
-            made.holds_session = True
-        return made
+        return admit(self, index, request, self._numbers)
 
     def leave(self, sequence: RunningSequence) -> None:
         """Let go of a sequence that ends without a result: its session stays as it was."""
