@@ -16,6 +16,7 @@ from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import PLAN, Manifest, TensorRTBuild, load_manifest
 from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine, Request
+from kvsift.runtime.scheduler import Scheduler
 from kvsift.runtime.sessions import Evictions, Step
 from kvsift.runtime.sessions import tensorrt as sessions
 from kvsift.runtime.sessions.choice import open_session
@@ -103,6 +104,22 @@ def test_each_number_of_evicting_slots_is_recorded_once(
     same(got, run_and_inspect(engines("nexus", **BLOCKS), requests))
 
 
+def test_chunks_of_prompts_between_decode_steps(
+    engines: Engines, nexus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the scheduler prompts of five chunks are read while others decode."""
+    requests = [request(50 + 90 * i, 30 + 9 * (i % 3), seed=i) for i in range(7)]
+    want = engines("nexus", **BLOCKS).generate(requests)
+    with on_cpu(nexus, monkeypatch) as (engine, device):
+        with Scheduler(engine) as scheduler:
+            tickets = [scheduler.submit(one) for one in requests]
+            scheduler.submit(request(400, 300)).cancel()
+            got = [ticket.result(120.0) for ticket in tickets]
+        assert [r.token_ids for r in got] == [r.token_ids for r in want]
+        assert [r.kept_tokens for r in got] == [r.kept_tokens for r in want]
+        assert device.replays
+
+
 def test_nothing_of_an_earlier_request_reaches_a_later_one(
     nexus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +141,8 @@ def test_half_precision_halves_the_cache(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (want,) = run_and_inspect(engines("nexus", **BLOCKS), [request(300, 1)])
-    directory = package(engines, tmp_path / "engine", "nexus", dtype="float16", **BLOCKS)
+    half = {"build_options": {"dtype": "float16"}, **BLOCKS}
+    directory = package(engines, tmp_path / "engine", "nexus", **half)
     with on_cpu(directory, monkeypatch) as (engine, _):
         (got,) = run_and_inspect(engine, [request(300, 40)])
         assert got.keys[0].dtype == np.float16
@@ -137,6 +155,26 @@ def test_half_precision_halves_the_cache(
         a, b = got.logits[0], want.logits[0]
         assert (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
         assert len(got.tokens) == 40
+
+
+def test_scores_are_traced(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of real units only, whatever the step was padded to."""
+    options = {"build_options": {"trace_scores": True}, **BLOCKS}
+    directory = package(engines, tmp_path / "engine", "nexus", **options)
+    want = traced_scores(engines("nexus", **options))
+    with on_cpu(directory, monkeypatch) as (engine, _):
+        got = traced_scores(engine)
+    assert len(got) == len(want) > 3
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def traced_scores(engine: Engine) -> list[Any]:
+    kept: list[Any] = []
+    run_and_inspect(engine, [request(300, 40)], watch=lambda cache, step, o: kept.append(o.kept))
+    return [k.scores for k in kept if k is not None]
 
 
 def loaded(directory: Path, manifest: Manifest, device: CpuDevice) -> None:

@@ -179,19 +179,18 @@ class TensorRTSession:
 
     def _read(self, plan: Plan, step: Step) -> StepOutput:
         """Return copies of what the step has made, without the padding."""
-        batch, x = len(step.input_ids), step.evictions
-        kept = None
+        made = {name: pair.array for name, pair in plan.outputs.items()}
+        x, kept = step.evictions, None
         if x is not None:
-            keep, keep_len, coverage = (
-                plan.outputs[name].array for name in (names.KEEP, names.KEEP_LEN, names.COVERAGE)
-            )
             count, units = len(x.slots), x.unit_ids.shape[-1]
+            scores = made.get(names.SCORES)
             kept = Kept(
-                keep[:, :count, :, :units].copy(),
-                keep_len[:, :count].copy(),
-                coverage[:, :count].copy(),
+                made[names.KEEP][:, :count, :, :units].copy(),
+                made[names.KEEP_LEN][:, :count].copy(),
+                made[names.COVERAGE][:, :count].copy(),
+                None if scores is None else scores[:, :count, :, :units].copy(),
             )
-        return StepOutput(plan.outputs[names.LOGITS].array[:batch].copy(), kept)
+        return StepOutput(made[names.LOGITS][: len(step.input_ids)].copy(), kept)
 
     def _drop(self, plan: Plan) -> None:
         if plan.graph is not None:
