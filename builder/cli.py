@@ -31,6 +31,7 @@ from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.report import print_report
 from kvsift.runtime.seeds import check_seed
 from kvsift.runtime.sizes import planned_slot_tokens
+from kvsift.runtime.streaming import with_scratch
 
 DEFAULT_DENSITY = 0.2
 
@@ -140,6 +141,12 @@ def build_engine(
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", hidden=True)] = 1024,
+    max_scratch: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the scratch, for prompts that are longer: they evict on the way."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of requests that name none, 64 bits.")] = 0,
     attention: Annotated[
         AttentionForm,
@@ -156,7 +163,8 @@ def build_engine(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for 'sequences that fit', such as 8GiB; default: what is free here.",
+            help="Memory of KV caches for 'sequences that fit', such as 8GiB; default: what is "
+            "free here.",
         ),
     ] = None,
     trace_scores: Annotated[
@@ -200,6 +208,7 @@ def build_engine(
     limits = checked_limits(
         source.config, policy, max_input, max_output, max_batch, chunk, kept, most
     )
+    limits = with_scratch(limits, policy, max_scratch)
     directory = (output or Path(default_name(path, policy, kept))).expanduser()
     options = dataclasses.replace(
         given,

@@ -49,6 +49,10 @@ MinCoverage = Annotated[
     float | None,
     typer.Option(help="Raise the budget until evictions keep this share of the attention mass."),
 ]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Most memory of all KV caches, such as 2GiB."),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads; default: one per core.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 System = Annotated[str | None, typer.Option(help="Text of the system turn.")]
@@ -103,6 +107,7 @@ def generate(
     replay: Annotated[
         Path | None, typer.Option(help="Run a trace again and compare what evictions keep.")
     ] = None,
+    kv_memory: KvMemory = None,
     threads: Threads = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the files' hashes with the manifest first.")
@@ -126,10 +131,12 @@ def generate(
             raise UsageError(f"{name} needs the chat template; add --chat")
     if replay is not None:
         from kvsift.cli_trace import replay_trace
+        from kvsift.runtime.engine import Engine as Runner
 
         if any(given is not None for given in (prompt, prompt_file, trace)):
             raise UsageError("--replay takes prompt and options from FILE; give no other")
-        return replay_trace(_load(engine, threads, verify).engine, replay)
+        runner = Runner(engine, max_batch=1, threads=threads, verify=verify)
+        return replay_trace(runner, replay)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -151,7 +158,7 @@ def generate(
         min_coverage=min_coverage,
     )
     text = console.read_prompt(prompt, prompt_file)
-    llm = _load(engine, threads, verify)
+    llm = _load(engine, threads, kv_memory, verify)
     request = _request(llm, text, system, chat, sampling, evict, pin_role or ())
     with recording(llm.engine, trace):
         result = _run(llm, request, show=stream and not as_json)
@@ -179,6 +186,7 @@ def chat_command(
     density: Density = None,
     budget_tokens: BudgetTokens = None,
     min_budget_tokens: MinBudget = None,
+    kv_memory: KvMemory = None,
     threads: Threads = None,
     debug: Debug = False,
 ) -> None:
@@ -203,14 +211,14 @@ def chat_command(
         min_budget_tokens=min_budget_tokens,
         eviction_seed=eviction_seed,
     )
-    llm = _load(engine, threads)
+    llm = _load(engine, threads, kv_memory)
     messages = [] if system is None else [{"role": "system", "content": system}]
     llm.template  # noqa: B018 (without one there is no use in asking for a first message)
     for line in console.typed_lines():
         messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         try:
-            for update in llm.engine.run([llm.chat_request(messages, sampling, evict)]):
+            for update in llm.updates(llm.chat_request(messages, sampling, evict)):
                 pieces.append(update.text)
                 _write(update.text)
         except KeyboardInterrupt:
@@ -248,10 +256,10 @@ console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed 
 console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
 
 
-def _load(engine: Path, threads: int | None, verify: bool = False) -> LLM:
+def _load(engine: Path, threads: int | None, kv_memory: str | None, verify: bool = False) -> LLM:
     from kvsift.runtime.llm import LLM
 
-    return LLM(engine, max_batch=1, threads=threads, verify=verify)
+    return LLM(engine, max_batch=1, kv_memory=kv_memory, threads=threads, verify=verify)
 
 
 def _request(
@@ -279,7 +287,7 @@ def _run(llm: LLM, request: Request, show: bool) -> GenerationResult:
     """Run one request; Ctrl-C leaves the text so far and ends the line."""
     result: GenerationResult | None = None
     try:
-        for update in llm.engine.run([request]):
+        for update in llm.updates(request):
             result = update.result
             if show:
                 _write(update.text)

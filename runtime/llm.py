@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.chat import ChatTemplate, Message
-from kvsift.runtime.engine import Engine, Request
+from kvsift.runtime.engine import Engine
+from kvsift.runtime.output import RequestOutput
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.pins import role_pins
+from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
+from kvsift.runtime.scheduler import Scheduler
 
 Params = TypeVar("Params", SamplingParams, EvictionParams)
 Prompt = str | Sequence[int]
@@ -23,12 +28,15 @@ Conversation = Sequence[Message]
 
 
 class LLM:
-    """An engine with its tokenizer and chat template.
+    """An engine with its tokenizer and chat template, and a scheduler that runs its requests.
 
     `max_batch` sequences run at a time (default: what the engine was built for) on `threads`
-    threads (default: ONNX Runtime's choice); `verify` compares the files' hashes with the manifest
-    first. Raises PackageError or EngineError when the engine cannot run here. One thread of the
-    program may use it at a time.
+    threads (default: ONNX Runtime's choice). `kv_memory` (bytes, or text such as "2GiB") bounds the
+    KV caches and decides how many sequences run at a time, `max_batch` at most. `verify` compares
+    the files' hashes with the manifest first. `max_queue` requests may wait; `prefill_chunks` as in
+    `Scheduler`. Any thread and any event loop may use it. `close()`, or leaving it as a context
+    manager, cancels what still runs. Raises PackageError or EngineError when the engine cannot run
+    here, CapacityError when not one sequence fits.
     """
 
     def __init__(
@@ -36,11 +44,48 @@ class LLM:
         engine_dir: str | os.PathLike[str],
         *,
         max_batch: int | None = None,
+        kv_memory: int | str | None = None,
         threads: int | None = None,
         verify: bool = False,
+        max_queue: int = 256,
+        prefill_chunks: int = 1,
     ) -> None:
-        directory = Path(engine_dir).expanduser()
-        self.engine = Engine(directory, max_batch=max_batch, threads=threads, verify=verify)
+        if not isinstance(engine_dir, (str, os.PathLike)):
+            raise UsageError(
+                f"engine_dir must be the path of a directory, got {engine_dir!r:.60}; make one "
+                "with build_engine"
+            )
+        if isinstance(kv_memory, str):
+            from kvsift.runtime.console import parse_size
+
+            kv_memory = parse_size(kv_memory)
+        self.engine = Engine(
+            Path(engine_dir).expanduser(),
+            max_batch=max_batch,
+            kv_memory=kv_memory,
+            threads=threads,
+            verify=verify,
+        )
+        self.scheduler = Scheduler(self.engine, max_queue=max_queue, prefill_chunks=prefill_chunks)
+        # The scheduler's thread keeps the scheduler alive, and nothing else of this.
+        self._stop = weakref.finalize(self, self.scheduler.stop)
+        self._stop.atexit = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs, stop and free the engine; no request can be made after that."""
+        self.scheduler.close()
+        self.engine.close()
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -61,7 +106,24 @@ class LLM:
         asked = _prompts(prompts)
         sampling = _spread("sampling_params", sampling_params, SamplingParams, len(asked))
         evict = _spread("eviction", eviction, EvictionParams, len(asked))
-        return self.engine.generate([Request(*r) for r in zip(asked, sampling, evict, strict=True)])
+        return self._finish([Request(*r) for r in zip(asked, sampling, evict, strict=True)])
+
+    def generate_async(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        eviction: EvictionParams | None = None,
+        *,
+        streaming: bool = False,
+    ) -> RequestOutput:
+        """Submit one prompt, or messages, and return at once.
+
+        Await what is returned for the GenerationResult; with `streaming`, iterate over it with
+        `async for` (or `for`) for the answer as it grows. UsageError if the prompt is empty, too
+        long or does not fit the cache; QueueFullError when too many requests wait.
+        """
+        request = self._request(prompt, sampling_params, eviction)
+        return RequestOutput(self.scheduler.submit(request), streaming, self)
 
     def chat(
         self,
@@ -82,7 +144,7 @@ class LLM:
         talks: Sequence[Any] = [messages] if single else messages
         sampling = _spread("sampling_params", sampling_params, SamplingParams, len(talks))
         evict = _spread("eviction", eviction, EvictionParams, len(talks))
-        return self.engine.generate(
+        return self._finish(
             [
                 self.chat_request(talk, s, e, pin_roles=pin_roles, **variables)
                 for talk, s, e in zip(talks, sampling, evict, strict=True)
@@ -95,14 +157,20 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         eviction: EvictionParams | None = None,
     ) -> Iterator[str]:
-        """Yield the answer to a prompt, or to messages, piece by piece as it becomes certain."""
-        sampling = _spread("sampling_params", sampling_params, SamplingParams, 1)[0]
-        evict = _spread("eviction", eviction, EvictionParams, 1)[0]
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            request = self.chat_request(cast(Conversation, prompt), sampling, evict)
-        else:
-            request = Request(cast(Prompt, prompt), sampling, evict)
-        return (update.text for update in self.engine.run([request]) if update.text)
+        """Yield the answer to a prompt, or to messages, piece by piece as it becomes certain.
+
+        Closing the iterator, or dropping it, cancels the request.
+        """
+        updates = self.updates(self._request(prompt, sampling_params, eviction))
+        return (update.text for update in updates if update.text)
+
+    def updates(self, request: Request) -> Iterator[Update]:
+        """Run a request and yield its news; closing the iterator, or dropping it, cancels it."""
+        ticket = self.scheduler.submit(request)
+        try:
+            yield from ticket
+        finally:
+            ticket.cancel()
 
     def chat_request(
         self,
@@ -132,6 +200,28 @@ class LLM:
             evict,
             add_special_tokens=False,  # the template writes its own
         )
+
+    def _request(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None,
+        eviction: EvictionParams | None,
+    ) -> Request:
+        """Return the request for a prompt or for messages."""
+        sampling = _spread("sampling_params", sampling_params, SamplingParams, 1)[0]
+        evict = _spread("eviction", eviction, EvictionParams, 1)[0]
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self.chat_request(cast(Conversation, prompt), sampling, evict)
+        return Request(cast(Prompt, prompt), sampling, evict)
+
+    def _finish(self, requests: list[Request]) -> list[GenerationResult]:
+        """Run requests to their end; an interrupt cancels them."""
+        tickets = self.scheduler.submit_all(requests, unlimited=True)
+        try:
+            return [ticket.result() for ticket in tickets]
+        finally:
+            for ticket in tickets:
+                ticket.cancel()
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -14,13 +14,16 @@ def print_report(
 ) -> None:
     """Print parameters, files and memory of a new engine, which was built in `seconds`.
 
-    `memory` bytes decide what fits.
+    `memory` bytes for KV caches decide what fits. Without it, all that is free on this machine
+    counts, if the engine runs in its memory.
     """
     size, limits = sizes(manifest), manifest.limits
     free = memory
-    if free is None and manifest.target == "ort":  # a GPU's memory is not that of this machine
-        free = console.available_memory()
-    where = "in the memory given" if memory is not None else "in the memory available here"
+    if free is None and manifest.target == "ort" and (found := console.available_memory()):
+        free = max(0, found - size.weights)
+    where = (
+        "in the memory given" if memory is not None else "in the memory that the weights leave here"
+    )
     text = console.size_text
     rows = [
         ["target", _made_with(manifest, target)],

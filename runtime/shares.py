@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import UsageError
+from kvsift.builder.errors import CapacityError, UsageError
 from kvsift.builder.package import Manifest
 from kvsift.runtime.budgets import BudgetRule, units_of
 from kvsift.runtime.layer_budgets import exact_shares, layer_budgets
@@ -66,6 +66,25 @@ def share_out(
     slot.budgets, slot.recent = layers, recent * policy.block_size
     if params.head_budgets is not None:
         slot.head_budgets = head_budgets(params.head_budgets, layers, forced)
+
+
+def check_rows(slot: Slot, limits: Sequence[int], reach: int) -> None:
+    """Raise CapacityError if a request's budgets could give a layer rows beyond `limits`, [L].
+
+    `reach` is the most tokens that the request comes to; a head can win all that its layer keeps.
+    """
+    if slot.budgets is None:
+        return
+    heads = slot.lens.shape[1]
+    for layer, (budget, limit) in enumerate(zip(slot.budgets, limits, strict=True)):
+        rows = heads * int(budget) * slot.block_size + slot.spare
+        if min(rows, reach) > limit:
+            largest = max(0, limit - slot.spare) // (heads * slot.block_size) * slot.block_size
+            raise CapacityError(
+                f"layer_budgets give layer {layer} {int(budget) * slot.block_size} tokens, but "
+                f"kv_memory was divided for at most {largest} there; lower the budget or that "
+                "layer's weight, or load the engine with max_batch instead of kv_memory"
+            )
 
 
 def head_budgets(weights: Sequence[float], layers: Ints, forced: int) -> Ints:

@@ -138,7 +138,8 @@ def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evicti
     pins = np.zeros((len(slots), max(len(s.pins) + 1 for s in slots), 2), np.int32)
     budget = np.zeros((layers, len(slots), rows), np.int32)
     for e, slot in enumerate(slots):
-        ids[:, e] = slot.ids[:, :, :count]
+        held = slot.ids[:, :, :count]  # fewer columns than a slot of longer rows has
+        ids[:, e, :, : held.shape[2]] = held
         spans = list(slot.pins)
         if slot.recent:
             spans.append((slot.seen - slot.recent, slot.seen))

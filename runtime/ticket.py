@@ -51,6 +51,12 @@ class Ticket:
         """Whether the request has ended, in a result or an error."""
         return self._result is not None or self._error is not None
 
+    @property
+    def updates(self) -> list[Update]:
+        """The news so far."""
+        with self._changed:
+            return list(self._updates)
+
     def cancel(self) -> None:
         """End the request before its next step; nothing happens if it has ended."""
         if self.done or self.cancelled:

@@ -79,6 +79,11 @@ class Peer:
         if left:
             raise EngineError(f"transformers has weights that the model lacks: {left[0]}")
 
+    @property
+    def model(self) -> Any:
+        """The transformers model itself."""
+        return self._model
+
     def steps(self, keys: Sequence[Floats], values: Sequence[Floats], rows: int, kind: str) -> Any:
         """Return decode steps over caches `keys[layer]`, `values[layer]` [B, Hkv, >= rows - 1, D].
 

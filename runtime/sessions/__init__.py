@@ -83,3 +83,7 @@ class Session(Protocol):
     def run(self, cache: KVCache, step: Step) -> StepOutput:
         """Run one step: append to the cache, update the windows, evict where asked."""
         ...
+
+    def release(self) -> None:
+        """Give back the graph and the caches; the session is of no use afterwards."""
+        ...

@@ -107,6 +107,11 @@ class OrtSession:
             raise EngineError(f"the step failed: {str(error).splitlines()[0]}") from error
         return StepOutput(logits, kept)
 
+    def release(self) -> None:
+        """Let go of the graph and of the caches' memory."""
+        self._bindings.clear()
+        self._session = None
+
     def _binding(self, cache: HostCache, batch: int) -> Any:
         """Return the binding of the first `batch` slots, whose cache memory is bound once."""
         known = self._bindings.setdefault(cache, {})
