@@ -84,8 +84,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Cancel what still runs and stop; no request can be made after that."""
+        """Cancel what still runs, stop and free the engine; no request can be made after that."""
         self.scheduler.close()
+        self.engine.close()
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -16,6 +16,7 @@ from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import PLAN, Manifest, TensorRTBuild, load_manifest
 from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine, Request
+from kvsift.runtime.scheduler import Scheduler
 from kvsift.runtime.sessions import Evictions, Step
 from kvsift.runtime.sessions import tensorrt as sessions
 from kvsift.runtime.sessions.choice import open_session
@@ -101,6 +102,22 @@ def test_each_number_of_evicting_slots_is_recorded_once(
         assert len(device.contexts) == launches
         assert device.replays - steps > 78  # every decode step of the second run
     same(got, run_and_inspect(engines("nexus", **BLOCKS), requests))
+
+
+def test_chunks_of_prompts_between_decode_steps(
+    engines: Engines, nexus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the scheduler prompts of five chunks are read while others decode."""
+    requests = [request(50 + 90 * i, 30 + 9 * (i % 3), seed=i) for i in range(7)]
+    want = engines("nexus", **BLOCKS).generate(requests)
+    with on_cpu(nexus, monkeypatch) as (engine, device):
+        with Scheduler(engine) as scheduler:
+            tickets = [scheduler.submit(one) for one in requests]
+            scheduler.submit(request(400, 300)).cancel()
+            got = [ticket.result(120.0) for ticket in tickets]
+        assert [r.token_ids for r in got] == [r.token_ids for r in want]
+        assert [r.kept_tokens for r in got] == [r.kept_tokens for r in want]
+        assert device.replays
 
 
 def test_nothing_of_an_earlier_request_reaches_a_later_one(
