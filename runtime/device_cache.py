@@ -52,7 +52,12 @@ class DeviceCache:
         return held.slots * sum(each)
 
     def clear_memory(self, slot: int) -> None:
-        """Forget all of an empty slot, so that nothing of an earlier request is read."""
+        """Forget all of an empty slot, so that nothing of an earlier request is read.
+
+        An only slot's layers return to the capacity that they had at first: attention pays for it.
+        """
+        if self.slots == 1:
+            self.tensors.shrink()
         self.tensors.clear(slot, list(self.tensors.by_name.values()))
 
     def grow(self, layer: int, capacity: int) -> None:
