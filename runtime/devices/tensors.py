@@ -12,7 +12,7 @@ import numpy as np
 from kvsift.builder.package import Manifest, window_features
 from kvsift.builder.states import STATES
 from kvsift.runtime.cache import KEY, VALUE
-from kvsift.runtime.devices import ALIGNMENT, Device
+from kvsift.runtime.devices import ALIGNMENT, Memory
 
 RING = "q_ring"
 
@@ -63,7 +63,7 @@ class Tensors:
     the other until they grow. `stamp` changes when one of them moves.
     """
 
-    def __init__(self, device: Device, manifest: Manifest, slots: int, capacity: int) -> None:
+    def __init__(self, device: Memory, manifest: Manifest, slots: int, capacity: int) -> None:
         model, policy = manifest.model, manifest.policy
         self.device = device
         self.slots = slots
