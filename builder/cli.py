@@ -22,6 +22,7 @@ from kvsift.runtime import console
 from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.report import print_report
 from kvsift.runtime.seeds import check_seed
+from kvsift.runtime.streaming import with_scratch
 
 DEFAULT_DENSITY = 0.2
 DEFAULT_OUTPUT = 1024
@@ -146,6 +147,12 @@ def build_engine(
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", hidden=True)] = 1024,
+    max_scratch: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the scratch, for prompts that are longer: they evict on the way."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of requests that name none, 64 bits.")] = 0,
     attention: Annotated[
         AttentionForm,
@@ -201,6 +208,7 @@ def build_engine(
     path = Path(model).expanduser() if model is not None else default_model()
     source = open_model(path)
     limits = _limits(source.config, policy, max_input, max_output, max_batch, chunk, kept, most)
+    limits = with_scratch(limits, policy, max_scratch)
     directory = (output or Path(_default_name(path, policy, kept))).expanduser()
     options = BuildOptions(
         quantize=quantize.value,

@@ -79,6 +79,8 @@ class Limits(BaseModel):
     density: float = Field(gt=0, le=1)
     max_density: float = Field(gt=0, le=1)
     chunk: int = Field(default=1024, ge=1)
+    #: Tokens of the scratch, if prompts may be longer than it; a multiple of `chunk`.
+    max_scratch: int | None = Field(default=None, ge=1)
 
 
 class Profile(BaseModel):

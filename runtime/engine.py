@@ -12,23 +12,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import CapacityError, EngineError
+from kvsift.builder.errors import EngineError
 from kvsift.builder.package import load_manifest, verify_hashes
+from kvsift.runtime.admission import admit
 from kvsift.runtime.budgets import BudgetRule, units_of
+from kvsift.runtime.conversation_file import load_conversation, save_conversation
+from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.decode import decode
-from kvsift.runtime.guardrail import check_coverage
+from kvsift.runtime.held import take_rows
 from kvsift.runtime.params import check_integer
 from kvsift.runtime.prefill import Prefill
+from kvsift.runtime.prefixes import Prefixes
 from kvsift.runtime.prompts import encode, load_tokenizer
 from kvsift.runtime.recorder import Recorder
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
-from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
 from kvsift.runtime.sessions.choice import open_session
-from kvsift.runtime.shares import check_rows, check_shares, share_out
-from kvsift.runtime.sizes import row_tokens, slot_tokens, slots_in, token_bytes
+from kvsift.runtime.shares import share_out
+from kvsift.runtime.sizes import row_tokens, scratch_tokens, slot_tokens, slots_in, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
 
 __all__ = ["Engine", "Request", "Update"]
@@ -94,6 +97,11 @@ class Engine:
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
+        #: Sessions between their turns, and prefixes that prompts share.
+        self.conversations = Conversations()
+        self.prefixes = Prefixes(
+            scratch_tokens(self.manifest) - limits.chunk, token_bytes(self.manifest)
+        )
         #: Told of every request and eviction while it is set.
         self.recorder: Recorder | None = None
         self._numbers = itertools.count()
@@ -116,12 +124,16 @@ class Engine:
         iterator early frees the slots; EngineError while another one is open, since both would
         write into the same slots.
         """
-        waiting = deque(self.prepare(i, r) for i, r in enumerate(requests))
-        self.claim("an earlier request", "read its stream to the end or close() it first")
+        asked = self.prepare_all(enumerate(requests))
         try:
-            yield from self._run(waiting)
+            self.claim("an earlier request", "read its stream to the end or close() it first")
+            try:
+                yield from self._run(deque(asked))
+            finally:
+                self.release()
         finally:
-            self.release()
+            for sequence in asked:
+                self.leave(sequence)
 
     def claim(self, owner: str, fix: str) -> None:
         """Take the slots for one driver of the engine; EngineError if another has them.
@@ -168,46 +180,46 @@ class Engine:
         done = {u.index: u.result for u in self.run(requests) if u.result}
         return [done[i] for i in sorted(done)]
 
+    def prepare_all(self, requests: Iterable[tuple[int, Request]]) -> list[RunningSequence]:
+        """Prepare requests with their indices, all or none."""
+        made: list[RunningSequence] = []
+        try:
+            for index, request in requests:
+                made.append(self.prepare(index, request))
+        except BaseException:
+            for sequence in made:
+                self.leave(sequence)
+            raise
+        return made
+
     def prepare(self, index: int, request: Request) -> RunningSequence:
         """Return a checked request with its ids, seeds and budget; `index` names its updates.
 
-        UsageError if the prompt is empty or too long or a parameter does not fit it,
-        CapacityError if a slot cannot hold what is asked for.
+        Its session is busy from now on until `result` or `leave`. UsageError if the prompt is empty
+        or too long or a parameter does not fit it, CapacityError if a slot cannot hold what is
+        asked for, SessionError if the session is busy already.
         """
-        ids = self.encode(request)
-        check_coverage(request.eviction.min_coverage, self.manifest.policy)
-        check_shares(request.eviction, self.manifest)
-        seeds = resolve_seeds(
-            request.sampling.seed,
-            request.eviction.eviction_seed,
-            self.manifest.seed,
-            next(self._numbers),
-        )
-        limits = self.manifest.limits
-        if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
-            limits.max_output
-        ):
-            raise CapacityError(
-                f"max_tokens is {request.sampling.max_tokens} and the engine was built with "
-                f"--max-output {limits.max_output}; lower it or rebuild"
-            )
-        budget = self.budgets.units(len(ids), request.eviction, request.sampling.max_tokens)
-        model = self.manifest.model
-        made = RunningSequence(
-            index=index,
-            prompt=ids,
-            sampling=request.sampling,
-            seeds=seeds,
-            eviction=request.eviction,
-            budget=budget,
-            tokenizer=self.tokenizer,
-            eos_token_ids=model.eos_token_ids,
-            max_positions=model.max_positions,
-        )
-        if self.row_limits is not None:
-            reach = min(model.max_positions, len(ids) + request.sampling.max_tokens)
-            check_rows(self.new_slot(made, 0, 0), self.row_limits, reach)
-        return made
+        return admit(self, index, request, self._numbers)
+
+    def leave(self, sequence: RunningSequence) -> None:
+        """Let go of a sequence that ends without a result: its session stays as it was."""
+        if sequence.holds_session:
+            assert sequence.session_id is not None
+            sequence.holds_session = False
+            self.conversations.release(sequence.session_id)
+
+    def save_session(self, session_id: str, path: str | Path) -> None:
+        """Write a session to a file; SessionError if it is answering, gone or unknown."""
+        save_conversation(path, self.conversations.get(session_id), self.manifest)
+
+    def load_session(self, path: str | Path, session_id: str) -> None:
+        """Read a session from a file under an id that is not busy, in the place of an older one.
+
+        SessionError if the file is damaged or was saved by another package.
+        """
+        conversation = load_conversation(path, self.manifest)
+        self.conversations.find(session_id)
+        self.conversations.put(session_id, conversation)
 
     def begin(self, sequence: RunningSequence, index: int, source: Slot | None = None) -> Prefill:
         """Return the reading of a sequence's prompt into slot `index`, whose steps do the work.
@@ -218,10 +230,21 @@ class Engine:
         if self.recorder is not None:
             self.recorder.begin(sequence)
         if source is None:
-            units = units_of(len(sequence.prompt), self.manifest.policy.block_size)
-            source = self.new_slot(sequence, 0, units)
-            self.scratch.clear_memory(0)
+            source = self._start(sequence)
         return Prefill(self, sequence, index, source)
+
+    def _start(self, sequence: RunningSequence) -> Slot:
+        """Return the scratch's book of a sequence, with what an earlier turn or a prefix left."""
+        rows = min(len(sequence.prompt), scratch_tokens(self.manifest))
+        source = self.new_slot(sequence, 0, units_of(rows, self.manifest.policy.block_size))
+        talk = sequence.conversation
+        held = talk.rows if talk is not None else self.prefixes.rows(sequence.prompt)
+        if held is None:
+            self.scratch.clear_memory(0)
+        else:
+            held.put(self.scratch, source)
+            sequence.cached_tokens = held.seen
+        return source
 
     def prefill(self, sequence: RunningSequence, index: int) -> Logits:
         """Read a whole prompt into slot `index` and return its last token's logits [V]."""
@@ -249,6 +272,12 @@ class Engine:
         """Return the result of a sequence that has ended."""
         if self.recorder is not None:
             self.recorder.end(sequence)
+        if sequence.holds_session and hasattr(sequence, "slot"):
+            assert sequence.session_id is not None
+            sequence.holds_session = False
+            rows = take_rows(self.cache, sequence.slot)
+            self.conversations.put(sequence.session_id, sequence.after(rows))
+        self.leave(sequence)
         allocated = self.cache.nbytes // self.cache.slots
         return sequence.result(self.kv_bytes_per_token, allocated)
 

@@ -11,7 +11,17 @@ from kvsift.runtime.budgets import units_of
 from kvsift.runtime.guardrail import share_of
 from kvsift.runtime.sequence import Sequence
 from kvsift.runtime.sessions import Kept, Step
-from kvsift.runtime.slots import Slot, every_unit, evictions, kept_units, move_to, past_lens
+from kvsift.runtime.sizes import scratch_tokens
+from kvsift.runtime.slots import (
+    Slot,
+    compact,
+    every_unit,
+    evictions,
+    kept_units,
+    move_to,
+    past_lens,
+)
+from kvsift.runtime.streaming import most_streamed
 
 if TYPE_CHECKING:  # the engine makes these
     from kvsift.runtime.engine import Engine
@@ -45,12 +55,12 @@ class Prefill:
         depend on how much of it was there before.
         """
         engine, source = self._engine, self.source
-        chunk, start = engine.manifest.limits.chunk, source.seen
-        end = min(len(self.sequence.prompt), (start // chunk + 1) * chunk)
+        start = source.seen
+        end = self._end(start)
         self._make_room(end - start)
         past = past_lens([source], engine.manifest.policy.shared_lens)
         source.append(end - start)
-        evicts = self._is_due(self.unread == 0)
+        evicts = self._is_due()
         output = engine.session.run(
             engine.scratch,
             Step(
@@ -65,14 +75,32 @@ class Prefill:
         if kept is not None:
             kept = self._settle(kept)
         if self.unread:
+            if kept is not None:
+                compact(engine.scratch, source, kept_units(kept, 0), needs_order=True)
+            elif not self.sequence.past:
+                engine.prefixes.offer(self.sequence.prompt, engine.scratch, source)
             return None
         self._fill_slot(kept)
         row: Logits = engine.last_logits(output.logits)[0]
         return row
 
-    def _is_due(self, last: bool) -> bool:
-        """Whether the chunk that was just counted evicts."""
-        return last and self._engine.manifest.policy.in_prefill and self.source.is_over()
+    def _end(self, start: int) -> int:
+        """Return where the chunk from `start` on ends: at a multiple, or a shared prefix's end."""
+        chunk, prompt = self._engine.manifest.limits.chunk, self.sequence.prompt
+        end = min(len(prompt), (start // chunk + 1) * chunk)
+        return end if self.sequence.past else self._engine.prefixes.cut(prompt, start, end)
+
+    def _is_due(self) -> bool:
+        """Whether the chunk that was just counted evicts: the last one, or one before no room."""
+        policy, source = self._engine.manifest.policy, self.source
+        # A later turn must come back to its slot, whatever the scope.
+        if not (policy.in_prefill or (policy.evicts and self.sequence.past)):
+            return False
+        if not source.is_over():
+            return False
+        coming = self._end(source.seen) - source.seen if self.unread else 0
+        room = scratch_tokens(self._engine.manifest) - source.length
+        return not coming or coming > room
 
     def _settle(self, kept: Kept) -> Kept:
         """Return what an eviction keeps once the guardrail is satisfied, and count it."""
@@ -82,6 +110,8 @@ class Prefill:
             new_tokens = sequence.sampling.max_tokens
             ceiling = engine.budgets.ceiling(len(sequence.prompt), new_tokens)
             ceiling = min(ceiling, int(source.units.max()))
+            if self.unread:  # the next chunk needs its room
+                ceiling = min(ceiling, most_streamed(engine.manifest) // source.block_size)
             kept, sequence.budget = sequence.guardrail.search(
                 kept, sequence.budget, ceiling, self._select
             )
@@ -114,7 +144,9 @@ class Prefill:
         engine = self._engine
         chunk, rows = engine.manifest.limits.chunk, self.source.length
         # GroupQueryAttention pays for valid rows only: grow once. The portable form pays for all.
-        coming = max(self.unread, tokens) if engine.manifest.attention == "gqa" else tokens
+        limit = scratch_tokens(engine.manifest)
+        whole = max(tokens, min(self.unread, limit - rows))
+        coming = whole if engine.manifest.attention == "gqa" else tokens
         for layer in range(len(self.source.lens)):
             engine.scratch.grow(layer, units_of(rows + coming, chunk) * chunk)
 

@@ -40,10 +40,15 @@ class GenerationResult:
     at the last eviction, None if none was defined, and `coverages` that at every one (NaN where it
     is not defined). With `min_coverage`, `guardrail` tells whether the budget had to rise ("met",
     "raised", or "exhausted" where the slot ended that) and `budget_raised_tokens` by how much of
-    `budget_tokens`. `kv_bytes` are used by the request's rows,
-    `kv_bytes_allocated` is the size of a slot (where heads differ, a layer is as long as its
-    longest head), `kv_bytes_dense` would be used without eviction.
-    `evictions` counts the eviction steps, the prompt's included.
+    `budget_tokens`.
+
+    `kv_bytes` are used by the request's rows, `kv_bytes_allocated` is the size of a slot (where
+    heads differ, a layer is as long as its longest head), `kv_bytes_dense` would be used without
+    eviction. `evictions` counts the eviction steps, the prompt's included.
+
+    `prompt_tokens` counts a session's earlier turns, too; `cached_tokens` of them were not read
+    anew, since an earlier turn or a shared prefix had left them. `session_turn` counts a session's
+    turns from 1, None without one.
     """
 
     text: str
@@ -63,6 +68,8 @@ class GenerationResult:
     kv_bytes_allocated: int
     kv_bytes_dense: int
     evictions: int
+    cached_tokens: int
+    session_turn: int | None
     timings: Timings
 
     @property

@@ -76,15 +76,22 @@ class Scheduler:
 
         With `unlimited` they are never too many, for a caller who waits for all of them.
         """
-        made: list[Entry] = []
-        for request in requests:
-            sequence = self.engine.prepare(0, request)
-            made.append((Ticket(0, request, sequence.prompt), sequence))
+        asked = list(requests)
+        prepared = self.engine.prepare_all((0, request) for request in asked)
+        made: list[Entry] = [
+            (Ticket(0, request, sequence.prompt), sequence)
+            for request, sequence in zip(asked, prepared, strict=True)
+        ]
         with self._changed:
-            if self._closed is not None:
-                raise EngineError(self._closed)
-            if not unlimited:
-                self._check_queue(len(made))
+            try:
+                if self._closed is not None:
+                    raise EngineError(self._closed)
+                if not unlimited:
+                    self._check_queue(len(made))
+            except KvsiftError:
+                for sequence in prepared:
+                    self.engine.leave(sequence)
+                raise
             for ticket, sequence in made:
                 ticket.index = sequence.index = self._count.submitted
                 ticket.on_cancel(self._cancel)
@@ -273,6 +280,8 @@ class Scheduler:
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
         """End one request with an error of its own."""
         self._count.failed += 1
+        if ticket.request.session_id is not None:  # it stays as it was
+            self.engine.conversations.release(ticket.request.session_id)
         if not isinstance(error, KvsiftError):
             cause, error = error, EngineError(f"request {ticket.index} failed: {_said(error)}")
             error.__cause__ = cause

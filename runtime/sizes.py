@@ -63,9 +63,10 @@ def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
 
 
 def scratch_tokens(manifest: Manifest) -> int:
-    """Return the tokens of the scratch when the longest prompt has been read."""
+    """Return the tokens of the scratch: of the longest prompt, or fewer where prompts stream."""
     limits = manifest.limits
-    return units_of(limits.max_input, limits.chunk) * limits.chunk
+    whole = units_of(limits.max_input, limits.chunk) * limits.chunk
+    return whole if limits.max_scratch is None else min(whole, limits.max_scratch)
 
 
 def row_tokens(manifest: Manifest, *, dense: bool = False) -> list[int]:

@@ -1,12 +1,13 @@
 """Fetch the parts of TensorRT that PyPI has, into build/tensorrt or a directory you name.
 
-Usage: python scripts/fetch_tensorrt.py headers|lean|lean11|rtx|stubs [DIRECTORY]
+Usage: python scripts/fetch_tensorrt.py headers|lean|lean11|rtx|stubs|cuda [DIRECTORY]
 
 headers  the C++ headers (Apache-2.0) as the wheel kernel-lens carries them; CMake looks there for
          a TensorRT SDK when TENSORRT_ROOT names none
 lean     the lean runtime 10.16: a real plugin registry for C++ programs without a GPU
 lean11   the lean runtime 11.4 with its Python module
 rtx      TensorRT for RTX with its Python module: a real ONNX parser and builder
+cuda     NVIDIA's Python bindings of the CUDA runtime
 stubs    types of TensorRT's Python module for mypy, with what is no valid Python repaired
 
 Prints the directory. What is there already is not fetched again.
@@ -27,6 +28,7 @@ WHEELS = {
     "headers": ["kernel-lens==2.0.1"],
     "lean": ["tensorrt-lean-cu13-libs==10.16.1.11"],
     "lean11": [f"tensorrt-lean-cu13-{part}==11.4.0.106" for part in ("libs", "bindings")],
+    "cuda": ["cuda-bindings==13.0.3", "cuda-pathfinder==1.9.1"],
     "stubs": ["tensorrt-stubs==10.13.0.35.1"],
     "rtx": [f"tensorrt-rtx-cu13-{part}==1.7.1.116" for part in ("libs", "bindings")],
 }
@@ -35,16 +37,20 @@ PARTS = {
     "headers": ("kernel_lens/include/tensorrt", "NvInfer.h"),
     "lean": ("tensorrt_lean_libs", "libnvinfer_lean.so.10"),
     "lean11": (".", "tensorrt_lean_bindings/__init__.py"),
+    "cuda": (".", "cuda/bindings/__init__.py"),
     "stubs": (".", "tensorrt/__init__.pyi"),
     "rtx": (".", "tensorrt_rtx_bindings/__init__.py"),
 }
 
 
-#: In the stubs: a parameter called `in`, one without a default behind others, a missing module.
+#: In the stubs: a parameter called `in`, one without a default behind others, a missing module, and
+#: `bool`, which is the name of a data type there.
 REPAIRS = (
     (r"\bin: ", "in_: "),
     (r"channel_axis: int\)", "channel_axis: int = ...)"),
     (r"(?m)^import tensorrt_libs.*$", ""),
+    (r"(?m)^(from __future__ .*)$", r"\1\nimport builtins"),
+    (r"(?<=[>:] )bool\b", "builtins.bool"),
 )
 
 

@@ -30,7 +30,7 @@ def package(
     *,
     model: str = "tiny",
     limits: dict[str, Any] | None = None,
-    dtype: Any = "float32",
+    build_options: dict[str, Any] | None = None,
     **policy: Any,
 ) -> Path:
     """Build what `engines.package` builds, in the TensorRT form and without an engine."""
@@ -40,7 +40,7 @@ def package(
         resolve(eviction, **policy),
         Limits(**(LIMITS | (limits or {}))),
         directory,
-        BuildOptions(dtype=dtype),
+        BuildOptions(**(build_options or {})),
         slot_tokens(dense),
         onnx_only=True,
     )
@@ -57,7 +57,7 @@ def on_cpu(
 ) -> Iterator[tuple[Engine, CpuDevice]]:
     """Load an engine of the TensorRT target as a user does, the CPU in the place of the GPU."""
     device = cpu_device()
-    monkeypatch.setattr(sessions, "open_device", lambda: device)
+    monkeypatch.setattr(sessions, "open_device", lambda directory: device)
     engine = Engine(directory, **options)
     try:
         yield engine, device

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cpu_device import CpuDevice
+from cpu_device import CpuDevice, view
 from device_engines import cpu_device, on_cpu, package
 from engines import Engines, Trace, request, run_and_inspect
 
 from kvsift.builder.errors import CapacityError, EngineError
-from kvsift.builder.package import Manifest, TensorRTBuild, load_manifest
+from kvsift.builder.package import PLAN, Manifest, TensorRTBuild, load_manifest
 from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine, Request
 from kvsift.runtime.sessions import Evictions, Step
@@ -92,6 +93,9 @@ def test_each_number_of_evicting_slots_is_recorded_once(
         units = engine.cache.capacity // 8
         assert shapes == {((4, 1), (0,), units), ((4, 1), (4,), units)}
         assert len(recorded) == len(shapes)
+        (evicting,) = (c for c in recorded if c.bound["evict_slots"][1] == (4,))
+        # Kernels skip a slot of -1.
+        assert view(evicting.bound["evict_slots"][0], 16).view(np.int32).tolist() == [0, 1, 2, -1]
         steps, launches = device.replays, len(device.contexts)
         same(run_and_inspect(engine, requests), got)
         assert len(device.contexts) == launches
@@ -120,7 +124,8 @@ def test_half_precision_halves_the_cache(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (want,) = run_and_inspect(engines("nexus", **BLOCKS), [request(300, 1)])
-    directory = package(engines, tmp_path / "engine", "nexus", dtype="float16", **BLOCKS)
+    half = {"build_options": {"dtype": "float16"}, **BLOCKS}
+    directory = package(engines, tmp_path / "engine", "nexus", **half)
     with on_cpu(directory, monkeypatch) as (engine, _):
         (got,) = run_and_inspect(engine, [request(300, 40)])
         assert got.keys[0].dtype == np.float16
@@ -133,6 +138,26 @@ def test_half_precision_halves_the_cache(
         a, b = got.logits[0], want.logits[0]
         assert (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
         assert len(got.tokens) == 40
+
+
+def test_scores_are_traced(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of real units only, whatever the step was padded to."""
+    options = {"build_options": {"trace_scores": True}, **BLOCKS}
+    directory = package(engines, tmp_path / "engine", "nexus", **options)
+    want = traced_scores(engines("nexus", **options))
+    with on_cpu(directory, monkeypatch) as (engine, _):
+        got = traced_scores(engine)
+    assert len(got) == len(want) > 3
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def traced_scores(engine: Engine) -> list[Any]:
+    kept: list[Any] = []
+    run_and_inspect(engine, [request(300, 40)], watch=lambda cache, step, o: kept.append(o.kept))
+    return [k.scores for k in kept if k is not None]
 
 
 def loaded(directory: Path, manifest: Manifest, device: CpuDevice) -> None:
@@ -173,7 +198,7 @@ def test_more_slots_than_the_engine_was_built_for(
     nexus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = cpu_device()
-    monkeypatch.setattr(sessions, "open_device", lambda: device)
+    monkeypatch.setattr(sessions, "open_device", lambda directory: device)
     with pytest.raises(CapacityError, match=r"max_batch is 8 and the engine .* --max-batch 4; low"):
         Engine(nexus, max_batch=8)
 
@@ -218,9 +243,25 @@ def test_decode_steps_are_padded_to_few_sizes(nexus: Path) -> None:
     assert [dict(chunk.sizes)[n] for n in "BSENP"] == [1, 77, 1, 9, 3]
 
 
-def test_a_machine_without_tensorrt_says_what_is_missing(nexus: Path) -> None:
-    with pytest.raises(EngineError, match="needs TensorRT, cuda-python and an NVIDIA GPU"):
+def test_a_package_without_an_engine_says_how_to_make_it(nexus: Path) -> None:
+    with pytest.raises(EngineError, match=r"no engine.plan .*--onnx-only.*sh trtexec.sh"):
         Engine(nexus)
+
+
+def test_a_machine_without_tensorrt_says_what_is_missing(nexus: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(nexus, tmp_path / "engine")
+    (directory / PLAN).touch()
+    with pytest.raises(EngineError, match="needs TensorRT, cuda-python and an NVIDIA GPU"):
+        Engine(directory)
+
+
+def test_an_output_that_is_not_written_in_place_is_refused(nexus: Path) -> None:
+    manifest = load_manifest(nexus)
+    assert manifest.tensorrt is not None
+    pairs = [p for p in manifest.tensorrt.aliased if p[1] != "present_value.1"]
+    device = cpu_device()
+    with pytest.raises(EngineError, match=r"does not write 'present_value.1' in place; rebuild"):
+        loaded(nexus, built(nexus, aliased=tuple(pairs)), device)
 
 
 def test_an_engine_of_rtx_is_not_run(nexus: Path) -> None:

@@ -25,7 +25,7 @@ from kvsift.builder.package import Limits, load_manifest
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import WeightSource, default_model, open_model
-from kvsift.runtime.bench import decode, prefill, report, scoring, text
+from kvsift.runtime.bench import decode, prefill, report, scoring, serve, text
 from kvsift.runtime.bench import profile as profiling
 from kvsift.runtime.bench.bandwidth import MIB_DEFAULT, Bandwidth
 from kvsift.runtime.bench.transformers_peer import Peer, why_absent
@@ -204,6 +204,9 @@ def scoring_command(
     for row in found["rows"]:
         table.add_row(row["policy"], f"{row['ms']:.1f}", f"{row['share']:.2%}")
     Console().print(table)
+
+
+app.command("serve")(serve.command)
 
 
 def limits_for(source: WeightSource, context: int, density: float, max_batch: int) -> Limits:

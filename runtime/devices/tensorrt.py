@@ -23,6 +23,7 @@ from kvsift.runtime.kernels import FillHolesArgs, GatherArgs, Kernels
 
 try:
     import tensorrt as trt
+    from cuda.bindings import driver
     from cuda.bindings import runtime as cuda
 except ImportError as error:  # engines of ONNX Runtime run without
     _MISSING = str(error)
@@ -89,7 +90,7 @@ class GpuDevice:
         props.location.type = cuda.cudaMemLocationType.cudaMemLocationTypeDevice
         self._pool = checked(cuda.cudaMemPoolCreate(props))
         keep = cuda.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
-        checked(cuda.cudaMemPoolSetAttribute(self._pool, keep, cuda.cuuint64_t(2**64 - 1)))
+        checked(cuda.cudaMemPoolSetAttribute(self._pool, keep, driver.cuuint64_t(2**64 - 1)))
         self._engine: trt.ICudaEngine | None = None
         self._activations = self._activation_bytes = 0
 
@@ -119,9 +120,12 @@ class GpuDevice:
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
         """Copy in two dimensions."""
-        pitches = (target, target_pitch, source, source_pitch, width, rows)
         kind = cuda.cudaMemcpyKind.cudaMemcpyDefault
-        checked(cuda.cudaMemcpy2DAsync(*pitches, kind, self._stream))
+        checked(
+            cuda.cudaMemcpy2DAsync(
+                target, target_pitch, source, source_pitch, width, rows, kind, self._stream
+            )
+        )
 
     def zero(self, address: int, nbytes: int) -> None:
         """Fill."""

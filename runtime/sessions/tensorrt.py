@@ -57,7 +57,7 @@ class TensorRTSession:
 
     def __init__(self, directory: Path, manifest: Manifest, device: Device | None = None) -> None:
         self._manifest = manifest
-        self._device = device or open_device()
+        self._device = device or open_device(directory)
         try:
             check_build(directory, manifest, self._device)
             self._device.load(directory)
@@ -179,19 +179,18 @@ class TensorRTSession:
 
     def _read(self, plan: Plan, step: Step) -> StepOutput:
         """Return copies of what the step has made, without the padding."""
-        batch, x = len(step.input_ids), step.evictions
-        kept = None
+        made = {name: pair.array for name, pair in plan.outputs.items()}
+        x, kept = step.evictions, None
         if x is not None:
-            keep, keep_len, coverage = (
-                plan.outputs[name].array for name in (names.KEEP, names.KEEP_LEN, names.COVERAGE)
-            )
             count, units = len(x.slots), x.unit_ids.shape[-1]
+            scores = made.get(names.SCORES)
             kept = Kept(
-                keep[:, :count, :, :units].copy(),
-                keep_len[:, :count].copy(),
-                coverage[:, :count].copy(),
+                made[names.KEEP][:, :count, :, :units].copy(),
+                made[names.KEEP_LEN][:, :count].copy(),
+                made[names.COVERAGE][:, :count].copy(),
+                None if scores is None else scores[:, :count, :, :units].copy(),
             )
-        return StepOutput(plan.outputs[names.LOGITS].array[:batch].copy(), kept)
+        return StepOutput(made[names.LOGITS][: len(step.input_ids)].copy(), kept)
 
     def _drop(self, plan: Plan) -> None:
         if plan.graph is not None:
@@ -199,8 +198,16 @@ class TensorRTSession:
             plan.graph = None
 
 
-def open_device() -> Device:
-    """Return the machine's GPU. Raises EngineError when TensorRT or cuda-python is missing."""
+def open_device(directory: Path) -> Device:
+    """Return the machine's GPU, to run the engine of a package.
+
+    Raises EngineError when the package has no engine yet, or TensorRT or cuda-python is missing.
+    """
+    if not (directory / PLAN).is_file():
+        raise EngineError(
+            f"{directory} has no {PLAN} (it was built with --onnx-only); make it with "
+            f"sh trtexec.sh in that directory, or rebuild with build_engine --target tensorrt"
+        )
     from kvsift.runtime.devices.tensorrt import GpuDevice
 
     return GpuDevice()
@@ -224,6 +231,11 @@ def check_build(directory: Path, manifest: Manifest, device: Device) -> None:
             f"{directory / PLAN} was made for {built.gpu} and this machine has {device.name}; "
             f"{again}"
         )
+    cached, aliased = _cached_tensors(manifest), {after: before for before, after in built.aliased}
+    for spec in manifest.outputs:
+        before = aliased.get(spec.name, "")
+        if spec.name in cached and cached.get(before) != cached[spec.name]:
+            raise EngineError(f"{directory} does not write {spec.name!r} in place; rebuild it")
 
 
 def _cached_tensors(manifest: Manifest) -> dict[str, tuple[str, int]]:
