@@ -32,7 +32,7 @@ def pipeline(genai: Any, model: str, threads: int, kept: int, precision: str) ->
             aggregation_mode=genai.AggregationMode.SUM,
             snapkv_window_size=WINDOW,
         )
-    properties = {"INFERENCE_NUM_THREADS": threads}
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
     if precision == "f32":
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     return genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, **properties)
