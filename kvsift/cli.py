@@ -186,14 +186,20 @@ def chat_command(
     density: Density = None,
     budget_tokens: BudgetTokens = None,
     min_budget_tokens: MinBudget = None,
+    pin_role: PinRole = None,
+    min_coverage: MinCoverage = None,
+    session: Annotated[
+        Path | None, typer.Option(help="File that keeps the session from one call to the next.")
+    ] = None,
     kv_memory: KvMemory = None,
     threads: Threads = None,
     debug: Debug = False,
 ) -> None:
     """Talk with a model; /exit or Ctrl-D ends, Ctrl-C stops an answer.
 
-    Each turn reads the whole conversation again, so eviction starts afresh with every turn.
+    Each turn goes on from the cache of the last one: what has been evicted is gone.
     """
+    from kvsift.cli_chat import converse
     from kvsift.runtime.params import EvictionParams, SamplingParams
 
     sampling = SamplingParams(
@@ -210,27 +216,9 @@ def chat_command(
         budget_tokens=budget_tokens,
         min_budget_tokens=min_budget_tokens,
         eviction_seed=eviction_seed,
+        min_coverage=min_coverage,
     )
-    llm = _load(engine, threads, kv_memory)
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    llm.template  # noqa: B018 (without one there is no use in asking for a first message)
-    for line in console.typed_lines():
-        messages.append({"role": "user", "content": line})
-        pieces: list[str] = []
-        try:
-            for update in llm.updates(llm.chat_request(messages, sampling, evict)):
-                pieces.append(update.text)
-                _write(update.text)
-        except KeyboardInterrupt:
-            pass  # what has been said stays in the conversation
-        except KvsiftError as error:  # too long, say: the conversation goes on without the turn
-            print(f"error: {error}", file=sys.stderr)
-        answer = "".join(pieces)
-        print(flush=True)
-        if answer:
-            messages.append({"role": "assistant", "content": answer})
-        else:
-            messages.pop()
+    converse(_load(engine, threads, kv_memory), system, sampling, evict, pin_role or (), session)
 
 
 @app.command(epilog="Example: kvsift doctor")

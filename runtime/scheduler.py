@@ -192,8 +192,12 @@ class Scheduler:
                     self._end_cancelled(ticket, sequence)
 
     def _end_cancelled(self, ticket: Ticket, sequence: Sequence) -> None:
-        text = sequence.cancel()
-        result = self.engine.result(sequence)
+        try:
+            text = sequence.cancel()
+            result = self.engine.result(sequence)
+        except Exception as error:
+            self._fail(ticket, error)
+            return
         self._count.count_end(result)
         ticket.push(Update(ticket.index, text, result))
 

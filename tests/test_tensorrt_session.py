@@ -11,27 +11,19 @@ import pytest
 from cpu_device import CpuDevice, view
 from device_engines import cpu_device, on_cpu, package
 from engines import Engines, Trace, request, run_and_inspect
+from kept import POLICIES
 
 from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import PLAN, Manifest, TensorRTBuild, load_manifest
 from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine, Request
+from kvsift.runtime.scheduler import Scheduler
 from kvsift.runtime.sessions import Evictions, Step
 from kvsift.runtime.sessions import tensorrt as sessions
 from kvsift.runtime.sessions.choice import open_session
 from kvsift.runtime.sessions.profiles import fit
 
 BLOCKS = {"options": {"block_size": 8}}
-#: Query ring and one kept set for all heads; pooling, which needs order; heads that differ in
-#: length; sums of each row; queries' moments; nothing evicted.
-POLICIES: dict[str, dict[str, Any]] = {
-    "nexus": BLOCKS,
-    "snapkv": {},
-    "nestedkv": {},
-    "h2o": {},
-    "expected_attention": {},
-    "full": {},
-}
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +50,24 @@ def mixed() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["full", *POLICIES])
 def test_tokens_and_kept_sets_equal_onnx_runtime(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    options = POLICIES[name]
+    policy, options = name.split("-")[0], POLICIES.get(name, {})
     requests = mixed()
     if name == "full":
         requests = [request(300, 60), request(90, 40), request(1, 30)]
-    want = run_and_inspect(engines(name, **options), requests)
-    directory = package(engines, tmp_path / "engine", name, **options)
+    want = run_and_inspect(engines(policy, **options), requests)
+    directory = package(engines, tmp_path / "engine", policy, **options)
     with on_cpu(directory, monkeypatch) as (engine, device):
         same(run_and_inspect(engine, requests), want)
         assert any(t.kept for t in want) == (name != "full")
         # Most decode steps are recorded ones.
         assert device.replays > len(device.ran) / 2
         moved = set(device.launches)
-        assert ("kv_fill_holes" in moved) == (name == "nexus")  # blocks without an order
+        blocks = engine.manifest.policy.block_size > 1 and engine.manifest.policy.in_decode
+        assert ("kv_fill_holes" in moved) == blocks
         assert "kv_gather" in moved
 
 
@@ -101,6 +94,22 @@ def test_each_number_of_evicting_slots_is_recorded_once(
         assert len(device.contexts) == launches
         assert device.replays - steps > 78  # every decode step of the second run
     same(got, run_and_inspect(engines("nexus", **BLOCKS), requests))
+
+
+def test_chunks_of_prompts_between_decode_steps(
+    engines: Engines, nexus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the scheduler prompts of five chunks are read while others decode."""
+    requests = [request(50 + 90 * i, 30 + 9 * (i % 3), seed=i) for i in range(7)]
+    want = engines("nexus", **BLOCKS).generate(requests)
+    with on_cpu(nexus, monkeypatch) as (engine, device):
+        with Scheduler(engine) as scheduler:
+            tickets = [scheduler.submit(one) for one in requests]
+            scheduler.submit(request(400, 300)).cancel()
+            got = [ticket.result(120.0) for ticket in tickets]
+        assert [r.token_ids for r in got] == [r.token_ids for r in want]
+        assert [r.kept_tokens for r in got] == [r.kept_tokens for r in want]
+        assert device.replays
 
 
 def test_nothing_of_an_earlier_request_reaches_a_later_one(
