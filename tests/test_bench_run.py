@@ -35,7 +35,16 @@ def record(out: Path) -> tuple[dict[str, Any], str]:
     arguments = ["run", "--model", str(model), "--out", str(out), "--context", str(CONTEXT)]
     arguments += ["--output", str(OUTPUT), "--batch", "1", "--batch", "2", "--rounds", "2"]
     arguments += ["--density", "0.5", "--density", "0.3", "--policy", "nexus", "--policy", "snapkv"]
-    arguments += ["--peer", "openvino", "--threads", "1", "--bandwidth-mib", "8"]
+    arguments += [
+        "--quantize",
+        "none",
+        "--peer",
+        "openvino",
+        "--threads",
+        "1",
+        "--bandwidth-mib",
+        "8",
+    ]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads((out / "bench.json").read_text()), done.output
@@ -53,7 +62,7 @@ def test_rows_hold_speed_memory_and_floor(record: tuple[dict[str, Any], str]) ->
         ("snapkv", 0.5),
         ("snapkv", 0.3),
     ]
-    assert len(rows) == 2 * 2 * len(names)
+    assert len(rows) == 2 * len(names)
     for row in rows:
         assert row["ttft_ms"] > row["itl_ms"] > 0
         assert row["itl_p95_ms"] >= row["itl_ms"] * 0.9
@@ -87,10 +96,11 @@ def test_less_density_reads_and_holds_less(record: tuple[dict[str, Any], str]) -
 
 def test_output_says_who_took_no_part(record: tuple[dict[str, Any], str], out: Path) -> None:
     data, printed = record
-    assert data["absent"] == {"openvino": "give its Python as --openvino-python"}
+    assert data["absent"] == {"openvino": "it reads GGUF files here"}
     assert "openvino took no part" in printed
     assert "GB/s" in printed
-    assert (out / "bench.md").read_text() in printed
+    for line in (out / "bench.md").read_text().splitlines():
+        assert line in printed
     assert (out / "bench.png").read_bytes()[:4] == PNG
 
 
@@ -108,6 +118,7 @@ def test_bad_options_are_named(
     record: tuple[dict[str, Any], str], out: Path, arguments: list[str], message: str
 ) -> None:
     common = ["run", "--model", str(out / "model"), "--out", str(out / "bad"), "--no-peak"]
+    common += ["--context", "1024"]
     with pytest.raises(UsageError, match=message):
         CliRunner().invoke(app, [*common, *arguments], catch_exceptions=False)
 
@@ -199,4 +210,4 @@ def test_openvino_runs_in_a_process_of_its_own(
 
 def test_the_memory_table_has_no_row_twice(record: tuple[dict[str, Any], str]) -> None:
     lines = sweep_report.memory(record[0]["rows"]).splitlines()
-    assert len(lines) == len(set(lines)) == 2 + 4 * 5
+    assert len(lines) == len(set(lines)) == 2 + 2 * 5
