@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from math import prod
 
 from kvsift.builder.errors import CapacityError
-from kvsift.builder.package import PLAN, WEIGHTS, Manifest, window_features
+from kvsift.builder.package import PLAN, WEIGHTS, DType, Limits, Manifest, Policy, window_features
 from kvsift.builder.states import STATES
 from kvsift.runtime.budgets import largest_budget, slot_capacity, units_of
 from kvsift.runtime.layer_budgets import layer_budgets
 
-#: Bytes of a number of keys and values, by the manifest's `dtype`.
-FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+#: Bytes of a number of keys, values and the query window, by the manifest's `dtype`.
+FLOAT_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-#: Bytes of a number of the query window and of the states.
+#: Bytes of a number of the states.
 STATE_BYTES = 4
 
 
@@ -47,7 +47,14 @@ def token_bytes(manifest: Manifest) -> int:
 
 def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
     """Return the tokens that a slot has room for; `dense`: if nothing were evicted."""
-    policy, limits = manifest.policy, manifest.limits
+    positions = manifest.model.max_positions
+    return planned_slot_tokens(manifest.policy, manifest.limits, positions, dense=dense)
+
+
+def planned_slot_tokens(
+    policy: Policy, limits: Limits, max_positions: int, *, dense: bool = False
+) -> int:
+    """Return the same before there is an engine."""
     return slot_capacity(
         block_size=policy.block_size,
         sink_units=policy.sink_units,
@@ -56,7 +63,7 @@ def slot_tokens(manifest: Manifest, *, dense: bool = False) -> int:
         max_input=limits.max_input,
         max_output=limits.max_output,
         max_density=limits.max_density if policy.evicts and not dense else 1.0,
-        max_positions=manifest.model.max_positions,
+        max_positions=max_positions,
         scope=policy.scope,
         min_budget_tokens=policy.min_budget_tokens,
     )
@@ -100,7 +107,7 @@ def cache_bytes(manifest: Manifest, rows: Sequence[int]) -> int:
     total = token_bytes(manifest) // model.num_layers * sum(rows)
     if policy.window:
         features = model.num_layers * window_features(model, policy)
-        total += STATE_BYTES * (policy.window + 1) * features
+        total += FLOAT_BYTES[manifest.dtype] * (policy.window + 1) * features
     for name in policy.states:
         dims = STATES[name].dims(model)
         fixed = prod(d for d in dims if not isinstance(d, str))

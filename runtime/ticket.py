@@ -159,7 +159,17 @@ class Ticket:
                 if self._has_news(seen):
                     return
                 (self._end_wakers if seen is None else self._wakers).append(wake)
-            await future
+            try:
+                await future
+            except asyncio.CancelledError:  # who gives up waiting leaves nothing behind
+                self._forget(wake)
+                raise
+
+    def _forget(self, wake: Waker) -> None:
+        with self._changed:
+            for wakers in (self._wakers, self._end_wakers):
+                if wake in wakers:
+                    wakers.remove(wake)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -27,7 +27,8 @@ def test_a_run_prints_both_rates_and_their_ratios(engines: Engines, tmp_path: Pa
     done = CliRunner().invoke(
         app,
         ["bench", "serve", str(package), "--requests", "3", "--prompt-tokens", "200",
-         "--max-tokens", "40", "--rounds", "2", "--threads", "1", "--json", str(file)],
+         "--max-tokens", "40", "--rounds", "2", "--threads", "1", "--json", str(file),
+         "--kv-memory", "1GiB"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     record = json.loads(file.read_text())
@@ -38,7 +39,7 @@ def test_a_run_prints_both_rates_and_their_ratios(engines: Engines, tmp_path: Pa
     assert many["ttft_max_s"] >= many["ttft_mean_s"]
     assert many["itl_max_s"] >= many["itl_median_s"]
     assert record["decode_ratio"] == pytest.approx(many["decode_rate"] / one["decode_rate"])
-    assert len(record["rounds"]) == 2
+    assert (len(record["rounds"]), record["settings"]["slots"]) == (2, 3)
     assert re.search(r"3 together decode \d+\.\d\d times the tokens/s of one", done.stdout)
     assert "tokens/s end to end" in done.stdout
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import re
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from engines import Engines, prompt
@@ -155,3 +157,19 @@ def test_an_llm_that_nobody_holds_is_freed(engines: Engines) -> None:
     thread.join(WAIT)
     gc.collect()
     assert engine() is None
+
+
+def test_the_examples_of_the_readme_run(
+    engines: Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", readme, re.S | re.M)
+    assert len(examples) >= 2
+    program = "\n".join(examples[:2]).replace("ENGINE_DIR", str(engines.package("nexus")))
+    names: dict[str, object] = {}
+    exec(compile(program, "README.md", "exec"), names)
+    llm = names["llm"]
+    assert isinstance(llm, LLM)
+    assert len(capsys.readouterr().out) > 100
+    assert llm.scheduler.stats().finished == 3
+    llm.close()

@@ -11,6 +11,7 @@ import pytest
 from cpu_device import CpuDevice, view
 from device_engines import cpu_device, on_cpu, package
 from engines import Engines, Trace, request, run_and_inspect
+from kept import POLICIES
 
 from kvsift.builder.errors import CapacityError, EngineError
 from kvsift.builder.package import PLAN, Manifest, TensorRTBuild, load_manifest
@@ -23,16 +24,6 @@ from kvsift.runtime.sessions.choice import open_session
 from kvsift.runtime.sessions.profiles import fit
 
 BLOCKS = {"options": {"block_size": 8}}
-#: Query ring and one kept set for all heads; pooling, which needs order; heads that differ in
-#: length; sums of each row; queries' moments; nothing evicted.
-POLICIES: dict[str, dict[str, Any]] = {
-    "nexus": BLOCKS,
-    "snapkv": {},
-    "nestedkv": {},
-    "h2o": {},
-    "expected_attention": {},
-    "full": {},
-}
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +50,24 @@ def mixed() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["full", *POLICIES])
 def test_tokens_and_kept_sets_equal_onnx_runtime(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    options = POLICIES[name]
+    policy, options = name.split("-")[0], POLICIES.get(name, {})
     requests = mixed()
     if name == "full":
         requests = [request(300, 60), request(90, 40), request(1, 30)]
-    want = run_and_inspect(engines(name, **options), requests)
-    directory = package(engines, tmp_path / "engine", name, **options)
+    want = run_and_inspect(engines(policy, **options), requests)
+    directory = package(engines, tmp_path / "engine", policy, **options)
     with on_cpu(directory, monkeypatch) as (engine, device):
         same(run_and_inspect(engine, requests), want)
         assert any(t.kept for t in want) == (name != "full")
         # Most decode steps are recorded ones.
         assert device.replays > len(device.ran) / 2
         moved = set(device.launches)
-        assert ("kv_fill_holes" in moved) == (name == "nexus")  # blocks without an order
+        blocks = engine.manifest.policy.block_size > 1 and engine.manifest.policy.in_decode
+        assert ("kv_fill_holes" in moved) == blocks
         assert "kv_gather" in moved
 
 
@@ -118,6 +110,19 @@ def test_chunks_of_prompts_between_decode_steps(
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         assert [r.kept_tokens for r in got] == [r.kept_tokens for r in want]
         assert device.replays
+
+
+def test_a_long_prompt_leaves_no_long_scratch(nexus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention pays for the capacity, so a short prompt must not get that of the one before."""
+    with on_cpu(nexus, monkeypatch) as (engine, device):
+        engine.generate([request(40, 1)])
+        before = device.bytes_now
+        engine.generate([request(600, 1)])
+        assert engine.scratch.capacity == 640
+        engine.generate([request(40, 1)])
+        assert engine.scratch.capacity == 128
+        device.synchronize()
+        assert device.bytes_now - before < engine.scratch.nbytes  # a larger block for unit ids
 
 
 def test_nothing_of_an_earlier_request_reaches_a_later_one(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx
 import tensorrt as trt
 
 from kvsift.builder.errors import EngineError
@@ -108,7 +109,7 @@ def build_plan(job: Job, watch: Watch) -> str:
 
 def load_plugins(library: Path) -> None:
     """Load the plugin library unless its plugins are known already; EngineError if it cannot."""
-    registry = trt.get_plugin_registry()
+    registry: trt.IPluginRegistry = trt.get_plugin_registry()
     if registry.get_creator("KvAppend", OPS_VERSION, "") is not None:
         return
     if registry.load_library(str(library)) is None:
@@ -142,17 +143,29 @@ def check_engine(plan: trt.IHostMemory, aliased: Sequence[tuple[str, str]]) -> N
         )
 
 
-def _parse(network: trt.INetworkDefinition, onnx: Path) -> None:
+def _parse(network: trt.INetworkDefinition, path: Path) -> None:
     parser = trt.OnnxParser(network, LOG)
-    if parser.parse_from_file(str(onnx)):
+    if parser.parse(_decomposable(path), str(path)):
         return
     if parser.num_errors:
-        error = parser.get_error(0)
-        raise EngineError(
-            f"TensorRT {trt.__version__} refuses the node {error.node_name()!r} "
-            f"({error.node_operator()}): {error.desc()}"
-        )
+        error: trt.ParserError = parser.get_error(0)
+        where = f"node {error.node_name()!r} ({error.node_operator()})"
+        what = where if error.node_operator() else "graph"
+        raise EngineError(f"TensorRT {trt.__version__} refuses the {what}: {error.desc()}")
     raise EngineError(f"TensorRT {trt.__version__} refuses the graph: {_reason()}")
+
+
+def _decomposable(path: Path) -> bytes:
+    """Return the model, weights outside, with attention that TensorRT may write as several kernels.
+
+    Where it has no fused one, as for float32, it refuses the graph else. The file itself does not
+    say so: the attribute is TensorRT's own, and ONNX's operator has none of that name.
+    """
+    model = onnx.load(path, load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "Attention":
+            node.attribute.append(onnx.helper.make_attribute("TRT_decomposable", 1))
+    return bytes(model.SerializeToString())
 
 
 def _profile(

@@ -18,6 +18,8 @@ Shape = tuple[int, ...]
 def context_tokens(config: ModelConfig, limits: Limits, slot_tokens: int) -> int:
     """Return the largest capacity of a scratch, whole chunks: a kept turn and the next prompt."""
     reach = min(config.max_positions, limits.max_input + slot_tokens)
+    if limits.max_scratch is not None:  # longer prompts evict on the way
+        reach = min(reach, limits.max_scratch)
     return -(-reach // limits.chunk) * limits.chunk
 
 

@@ -37,7 +37,7 @@ from kvsift.builder.weights import WeightSource
 
 #: The script of an `onnx_only` package that makes its engine.
 SCRIPT = "trtexec.sh"
-CONTAINER = "nvcr.io/nvidia/tensorrt:25.09-py3"
+CONTAINER = "nvcr.io/nvidia/tensorrt (TensorRT 10.15 or later)"
 
 
 def build(

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.bench import report, text
+from kvsift.runtime.console import parse_size
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.params import SamplingParams
 from kvsift.runtime.request import Request
@@ -127,6 +128,10 @@ def command(
     prefill_chunks: Annotated[
         int, typer.Option(min=1, help="Chunks of prompts between two decode steps.")
     ] = 1,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most memory of all KV caches; may give fewer slots."),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the engine.")] = 2,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for the results, as JSON.")
@@ -138,7 +143,8 @@ def command(
     """
     console = Console(stderr=True)
     machine = report.machine(threads)  # its load is that before the run
-    loaded = Engine(engine, max_batch=requests, threads=threads)
+    memory = None if kv_memory is None else parse_size(kv_memory)
+    loaded = Engine(engine, max_batch=requests, kv_memory=memory, threads=threads)
     asked = [
         Request(ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
         for seed, ids in enumerate(prompts(loaded, requests, prompt_tokens))
@@ -159,6 +165,7 @@ def command(
         },
         "settings": {
             "requests": requests,
+            "slots": loaded.max_batch,
             "prompt_tokens": prompt_tokens,
             "max_tokens": max_tokens,
             "prefill_chunks": prefill_chunks,
