@@ -109,7 +109,8 @@ class Prefill:
             assert sequence.budget is not None
             new_tokens = sequence.sampling.max_tokens
             ceiling = engine.budgets.ceiling(len(sequence.prompt), new_tokens)
-            ceiling = min(ceiling, int(source.units.max()))
+            if engine.manifest.policy.shared_lens:  # else a short row may need a larger mean
+                ceiling = min(ceiling, int(source.units.max()))
             if self.unread:  # the next chunk needs its room
                 ceiling = min(ceiling, most_streamed(engine.manifest) // source.block_size)
             kept, sequence.budget = sequence.guardrail.search(

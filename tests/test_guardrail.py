@@ -37,6 +37,21 @@ def test_every_eviction_keeps_what_is_asked_for(engines: Engines, name: str) -> 
         assert short.result.coverages[0] < least
 
 
+@pytest.mark.parametrize("name", ["nexus", "h2o", "adakv-both", "nexus-layers"])
+def test_decode_raises_a_budget_too(engines: Engines, name: str) -> None:
+    """The prompt fits its budget, so that only the answer's evictions lose anything."""
+    engine = engine_of(engines, name)
+    ask = {"seed": 2, "budget_tokens": 64}
+    (plain,) = run_and_inspect(engine, [request(50, 160, **ask)])
+    assert plain.result is not None
+    least = (min(plain.result.coverages) + 1) / 2
+    (guarded,) = run_and_inspect(engine, [request(50, 160, **ask, min_coverage=least)])
+    assert guarded.result is not None
+    assert guarded.result.guardrail == "raised"
+    assert min(guarded.result.coverages, default=1.0) >= least
+    assert guarded.result.kept_tokens > plain.result.kept_tokens
+
+
 def test_what_is_enough_stays_as_it_was(engines: Engines) -> None:
     engine = engine_of(engines, "nexus")
     (plain,) = run_and_inspect(engine, [request(300, 90, density=0.5)])

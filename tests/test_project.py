@@ -28,7 +28,10 @@ HOSTED = (
     "kvsift.builder.targets.plan",  # TensorRT
 )
 #: Programs that build what they then run: faces, as the command line is.
-PROGRAMS = (*COMMANDS, "kvsift.runtime.bench.__main__")
+PROGRAMS = (
+    *COMMANDS,
+    *(f"kvsift.runtime.bench.{name}" for name in ("__main__", "builds", "sweep_commands")),
+)
 
 
 def modules() -> dict[str, Path]:
