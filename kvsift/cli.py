@@ -1,4 +1,4 @@
-"""The `kvsift` command: generate, chat, doctor, bench, eval."""
+"""The `kvsift` command: generate, chat, doctor, bench, eval, triton."""
 
 from __future__ import annotations
 
@@ -219,6 +219,12 @@ def doctor(debug: Debug = False) -> None:
 
 console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed and memory.")
 console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
+console.add_group(
+    app, "triton", "kvsift.runtime.triton.__main__", "Write a model repository for Triton."
+)
+console.add_group(
+    app, "tritonserver", "kvsift.runtime.triton.run", "Run a model repository on the CPU."
+)
 
 
 def _load(engine: Path, threads: int | None, verify: bool = False) -> LLM:
