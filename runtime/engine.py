@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,8 +78,9 @@ class Engine:
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
-        self._requests = 0
-        self._busy = False
+        self._numbers = itertools.count()
+        self._claim = threading.Lock()
+        self._owner: tuple[str, str] | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -96,16 +99,28 @@ class Engine:
         write into the same slots.
         """
         waiting = deque(self.prepare(i, r) for i, r in enumerate(requests))
-        if self._busy:
-            raise EngineError(
-                "the engine is still answering an earlier request; read its stream to the end or "
-                "close() it first, give all prompts at once, or load a second engine"
-            )
-        self._busy = True
+        self.claim("an earlier request", "read its stream to the end or close() it first")
         try:
             yield from self._run(waiting)
         finally:
-            self._busy = False
+            self.release()
+
+    def claim(self, owner: str, fix: str) -> None:
+        """Take the slots for one driver of the engine; EngineError if another has them.
+
+        `owner` and `fix` make the message that others get until `release`.
+        """
+        with self._claim:
+            if self._owner is not None:
+                raise EngineError(
+                    f"the engine is still answering {self._owner[0]}; {self._owner[1]}, give all "
+                    "prompts at once, or load a second engine"
+                )
+            self._owner = (owner, fix)
+
+    def release(self) -> None:
+        """Give the slots back."""
+        self._owner = None
 
     def _run(self, waiting: deque[RunningSequence]) -> Iterator[Update]:
         running: dict[int, RunningSequence] = {}
@@ -142,9 +157,8 @@ class Engine:
             request.sampling.seed,
             request.eviction.eviction_seed,
             self.manifest.seed,
-            self._requests,
+            next(self._numbers),
         )
-        self._requests += 1
         limits = self.manifest.limits
         if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
             limits.max_output
@@ -198,11 +212,13 @@ class Engine:
         """Choose the next token of a sequence and report what is new."""
         count = len(sequence.tokens)
         text = sequence.advance(logits, time.perf_counter())
-        result = None
-        if sequence.finish_reason:
-            allocated = self.cache.nbytes // self.cache.slots
-            result = sequence.result(self.kv_bytes_per_token, allocated)
+        result = self.result(sequence) if sequence.finish_reason else None
         return Update(sequence.index, text, result, tuple(sequence.tokens[count:]))
+
+    def result(self, sequence: RunningSequence) -> GenerationResult:
+        """Return the result of a sequence that has ended."""
+        allocated = self.cache.nbytes // self.cache.slots
+        return sequence.result(self.kv_bytes_per_token, allocated)
 
     def new_slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         """Return an empty slot of a sequence with its budgets and room for `units` unit ids."""

@@ -19,7 +19,7 @@ from kvsift.runtime.text import TextStream
 
 
 class Sequence:
-    """State of one request between steps; `slot` is set when its prompt has been read."""
+    """State of one request between steps; it has a `slot` once its prompt has been read."""
 
     slot: Slot
 
@@ -59,7 +59,7 @@ class Sequence:
         if self._room == 0:
             self.finish_reason = "length"
             return self._stream.finish()
-        history = np.array(self.prompt + self.tokens, np.int64)
+        history = self.prompt + self.tokens
         choice = self._sampler.next(logits, history)
         self.tokens.append(choice.token)
         self._times.append(now)
@@ -78,12 +78,26 @@ class Sequence:
                 self.finish_reason = "stop"
         return text
 
+    @property
+    def latency_s(self) -> float:
+        """Seconds that the newest token took: since the one before, or since the request came."""
+        return self._times[-1] - (self._times[-2] if len(self._times) > 1 else self._begin)
+
+    def cancel(self) -> str:
+        """End the request where it stands and return the text that was held back."""
+        self.finish_reason = "cancelled"
+        return self._stream.finish()
+
     def result(self, kv_bytes_per_token: int, kv_bytes_allocated: int) -> GenerationResult:
-        """Return the finished request's result; `kv_bytes_per_token` is over all layers."""
-        slot = self.slot
-        finite = [c for c in slot.coverages if math.isfinite(c)]
+        """Return the finished request's result; `kv_bytes_per_token` is over all layers.
+
+        A request that was cancelled before it had a slot has kept nothing.
+        """
+        slot: Slot | None = getattr(self, "slot", None)
+        finite = [c for c in slot.coverages if math.isfinite(c)] if slot else []
+        rows = slot.rows_held if slot else 0.0
         budget = None
-        if slot.budgets is not None:
+        if slot and slot.budgets is not None:
             budget = round(float(slot.budgets.mean()) * slot.block_size)
         assert self.finish_reason is not None
         return GenerationResult(
@@ -95,17 +109,18 @@ class Sequence:
             seed=self.seeds.sampling,
             eviction_seed=self.seeds.eviction,
             budget_tokens=budget,
-            kept_tokens=round(slot.rows_held),
+            kept_tokens=round(rows),
             coverage=finite[-1] if finite else None,
-            kv_bytes=round(slot.rows_held * kv_bytes_per_token),
+            kv_bytes=round(rows * kv_bytes_per_token),
             kv_bytes_allocated=kv_bytes_allocated,
-            kv_bytes_dense=slot.seen * kv_bytes_per_token,
-            evictions=slot.steps,
+            kv_bytes_dense=(slot.seen if slot else 0) * kv_bytes_per_token,
+            evictions=slot.steps if slot else 0,
             timings=self._timings(),
         )
 
     def _timings(self) -> Timings:
-        end = self._times[-1] if self._times else time.perf_counter()
+        last = self._times and self.finish_reason != "cancelled"
+        end = self._times[-1] if last else time.perf_counter()
         first = self._times[0] - self._begin if self._times else math.nan
         gaps = tuple(b - a for a, b in zip(self._times, self._times[1:], strict=False))
         return Timings(ttft_s=first, itl_s=gaps, total_s=end - self._begin)

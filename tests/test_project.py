@@ -21,11 +21,11 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Import name of each source folder, as in pyproject's table of wheel packages.
 PACKAGES = {"kvsift": "kvsift", "builder": "kvsift.builder", "runtime": "kvsift.runtime"}
 #: Commands of their own, which join builder and runtime as the cli does.
-COMMANDS = ("kvsift.runtime.evaluation.__main__",)
+COMMANDS = ("kvsift.runtime.evaluation.__main__", "kvsift.runtime.evaluation.builds")
 #: Modules that only a program which brings their requirements imports.
 HOSTED = ("kvsift.runtime.triton",)
 #: Programs that build what they then run: faces, as the command line is.
-PROGRAMS = ("kvsift.runtime.bench.__main__", "kvsift.runtime.evaluation.__main__")
+PROGRAMS = (*COMMANDS, "kvsift.runtime.bench.__main__")
 
 
 def modules() -> dict[str, Path]:

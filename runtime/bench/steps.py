@@ -7,6 +7,7 @@ import copy
 import numpy as np
 
 from kvsift.builder.errors import UsageError
+from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine, Request
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.sequence import Sequence
@@ -98,13 +99,11 @@ def fill_dense(dense: Engine, evicted: Engine, context: int) -> None:
 
     Its scratch still holds every row, before eviction.
     """
-    pairs = (
-        (dense.cache.keys, evicted.scratch.keys),
-        (dense.cache.values, evicted.scratch.values),
-    )
-    for targets, sources in pairs:
-        for target, source in zip(targets, sources, strict=True):
-            target[:, :, :context] = source[:1, :, :context]
+    for layer in range(len(dense.cache.capacities)):
+        held = evicted.scratch.read(0, layer)
+        rows = {name: held[name][:, :context] for name in (KEY, VALUE)}
+        for slot in range(dense.cache.slots):
+            dense.cache.write(slot, layer, rows)
 
 
 def _decode(engine: Engine, sequences: list[Sequence]) -> None:
@@ -119,8 +118,9 @@ def _copied(engine: Engine, first: Sequence, index: int) -> Sequence:
     made.tokens = list(first.tokens)
     made.slot = copy.deepcopy(first.slot)
     made.slot.index, made.slot.seed = index, index + 1
-    rings = [engine.cache.ring] if engine.cache.ring is not None else []
-    for arrays in (engine.cache.keys, engine.cache.values, rings):
-        for array in arrays:
-            array[index] = array[0]
+    cache = engine.cache
+    for layer in range(len(cache.capacities)):
+        cache.write(index, layer, cache.read(0, layer))
+    if (ring := cache.read_queries(0)) is not None:
+        cache.write_queries(index, ring)
     return made

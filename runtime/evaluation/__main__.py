@@ -1,35 +1,35 @@
 """The commands of `kvsift eval`, also `python -m kvsift.runtime.evaluation`.
 
-The only module here that builds: it makes the evaluation engine and one eviction model per variant.
+`builds` makes the evaluation engines and one eviction model per variant.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import onnx_ir as ir
-import onnxruntime as ort
 import typer
 
-import kvsift
-from kvsift.builder.errors import EngineError, KvsiftError, PackageError, UsageError
-from kvsift.builder.eviction_model import eviction_model
-from kvsift.builder.package import Limits, ModelConfig, load_manifest
-from kvsift.builder.policies import resolve
-from kvsift.builder.targets.ort import BuildOptions, build
-from kvsift.builder.weights import default_model, open_model
-from kvsift.runtime.evaluation import fidelity, needles, runner, texts
+from kvsift.builder.errors import EngineError, KvsiftError, UsageError
+from kvsift.runtime.evaluation import builds, fidelity, needles, runner, suites, texts
 from kvsift.runtime.evaluation.lab import Lab
+from kvsift.runtime.evaluation.options import (
+    Density,
+    Follow,
+    Model,
+    Names,
+    Out,
+    Prompt,
+    Prose,
+    Reference,
+    Samples,
+    Seeds,
+    Suite,
+    Threads,
+)
 from kvsift.runtime.evaluation.store import Store
-from kvsift.runtime.evaluation.variants import ONE_SHOT, PAPER, STREAM, Spec, Variant, pick
-
-#: What the evaluation engine's own policy is: the one whose window serves all others.
-READER = {"head_reduce": "mean_prob"}
 
 app = typer.Typer(
     help="Measure quality.",
@@ -38,17 +38,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory of engine and results.")]
-Model = Annotated[Path | None, typer.Option("--model", help="Model directory or GGUF file.")]
-Samples = Annotated[int, typer.Option("--samples", help="Samples of each kind of text, up to 64.")]
-Prompt = Annotated[int, typer.Option("--prompt", help="Tokens of the prompt.")]
-Density = Annotated[list[float], typer.Option("--density", help="Kept share; repeatable.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="Eviction seeds of sampled variants.")]
-Prose = Annotated[Path | None, typer.Option("--prose", help="Essays' wheel, .json or .txt file.")]
-Names = Annotated[list[str], typer.Option("--variant", help="Only this variant; repeatable.")]
-Reference = Annotated[str, typer.Option("--reference", help="Variant that others are compared to.")]
-Threads = Annotated[int, typer.Option("--threads", help="Threads; 0: ONNX Runtime's choice.")]
-
 
 @app.command("fidelity")
 def fidelity_command(
@@ -56,22 +45,71 @@ def fidelity_command(
     samples: Samples = 32,
     model: Model = None,
     prompt: Prompt = 1024,
-    follow: Annotated[int, typer.Option("--follow", help="Tokens that follow.")] = 128,
-    density: Density = [0.5, 0.2],  # noqa: B006
-    seeds: Seeds = 4,
+    follow: Follow = 128,
+    density: Density = [0.5, 0.2, 0.1],  # noqa: B006
+    seeds: Seeds = 1,
     prose: Prose = None,
+    suite: Suite = "policies",
     variant: Names = [],  # noqa: B006
-    reference: Reference = PAPER,
+    reference: Reference = None,
     threads: Threads = 0,
 ) -> None:
-    """KL to the full cache after one eviction at the prompt's end.
+    """KL to the full cache, top-1 agreement and perplexity after one eviction at a prompt's end.
 
     Example: kvsift eval fidelity --samples 32 --out results
     """
     settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
-    _fidelity(
-        "fidelity", out, samples, model, settings, ONE_SHOT, variant, prose, reference, threads
-    )
+    _fidelity("fidelity", _Common(out, samples, model, prose, suite, variant, reference, threads),
+              settings)  # fmt: skip
+
+
+@app.command("ablate")
+def ablate_command(
+    out: Out,
+    samples: Samples = 32,
+    model: Model = None,
+    prompt: Prompt = 1024,
+    follow: Follow = 128,
+    density: Density = [0.2],  # noqa: B006
+    seeds: Seeds = 2,
+    prose: Prose = None,
+    suite: Suite = "ablation",
+    variant: Names = [],  # noqa: B006
+    reference: Reference = None,
+    threads: Threads = 0,
+) -> None:
+    """KL to the full cache with one part of a method changed at a time, as paired differences.
+
+    Example: kvsift eval ablate --samples 32 --out results
+    """
+    settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
+    _fidelity("ablate", _Common(out, samples, model, prose, suite, variant, reference, threads),
+              settings)  # fmt: skip
+
+
+@app.command("seeds")
+def seeds_command(
+    out: Out,
+    samples: Samples = 16,
+    model: Model = None,
+    prompt: Prompt = 1024,
+    follow: Follow = 128,
+    density: Density = [0.5, 0.2],  # noqa: B006
+    seeds: Seeds = 8,
+    prose: Prose = None,
+    suite: Suite = "sampled",
+    variant: Names = [],  # noqa: B006
+    threads: Threads = 0,
+) -> None:
+    """How far KL depends on the eviction seed, for a sample and for the mean of a whole run.
+
+    Example: kvsift eval seeds --samples 16 --seeds 8 --out results
+    """
+    if seeds < 2:
+        raise UsageError(f"seeds must be at least 2 to show a spread, got {seeds}")
+    settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
+    _fidelity("seeds", _Common(out, samples, model, prose, suite, variant, None, threads),
+              settings)  # fmt: skip
 
 
 @app.command("stream")
@@ -80,12 +118,13 @@ def stream_command(
     samples: Samples = 32,
     model: Model = None,
     prompt: Prompt = 1024,
-    follow: Annotated[int, typer.Option("--follow", help="Tokens that follow.")] = 512,
+    follow: Follow = 512,
     density: Density = [0.2],  # noqa: B006
     seeds: Seeds = 2,
     prose: Prose = None,
+    suite: Suite = "stream",
     variant: Names = [],  # noqa: B006
-    reference: Reference = PAPER,
+    reference: Reference = None,
     threads: Threads = 0,
 ) -> None:
     """KL to the full cache while decoding evicts a block each 32 tokens, in four parts.
@@ -95,7 +134,8 @@ def stream_command(
     if follow % 128:
         raise UsageError(f"follow must be a multiple of 128, got {follow}; 512 is the default")
     settings = fidelity.Settings(prompt, follow, 32, 4, tuple(density), seeds)
-    _fidelity("stream", out, samples, model, settings, STREAM, variant, prose, reference, threads)
+    _fidelity("stream", _Common(out, samples, model, prose, suite, variant, reference, threads),
+              settings)  # fmt: skip
 
 
 @app.command("needles")
@@ -105,21 +145,24 @@ def needles_command(
     model: Model = None,
     prompt: Prompt = 1024,
     density: Density = [0.5, 0.2],  # noqa: B006
-    seeds: Seeds = 4,
+    seeds: Seeds = 1,
     prose: Prose = None,
+    suite: Suite = "policies",
     variant: Names = [],  # noqa: B006
-    reference: Reference = PAPER,
+    reference: Reference = None,
     threads: Threads = 0,
 ) -> None:
     """Share of planted secrets that greedy decoding finds after the eviction.
 
     Example: kvsift eval needles --samples 32 --out results
     """
-    lab, variants = _prepare(out, model, prompt + 128, ONE_SHOT, variant, threads)
+    specs = suites.pick(suites.suite(suite), variant)
+    lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
     text = texts.load_prose(prose)
     haystacks = texts.prose_samples(lab.tokenizer, text, _prose_name(prose), samples, prompt)
-    settings = {"prompt": prompt, "densities": density, "seeds": seeds} | _common(lab, variants)
+    settings = {"prompt": prompt, "densities": density, "seeds": seeds}
+    settings |= builds.recorded(lab, variants)
     store = Store(out / "needles.jsonl", settings)
 
     def measure(sample: texts.Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -128,11 +171,12 @@ def needles_command(
         return runs, {"answer": needle.answer, "depth": needle.depth}
 
     runner.run(store, haystacks, measure)
-    print(_report(out, "needles", store, settings, "correct", "accuracy", reference))
+    chosen = reference or suites.default_reference(specs)
+    print(runner.write_reports(out, "needles", store, settings, "correct", "accuracy", chosen))
 
 
 @app.command("tables")
-def tables_command(out: Out, reference: Reference = PAPER) -> None:
+def tables_command(out: Out, reference: Reference = None) -> None:
     """Print the fidelity and needle results of a directory side by side.
 
     Example: kvsift eval tables --out results
@@ -140,26 +184,27 @@ def tables_command(out: Out, reference: Reference = PAPER) -> None:
     print(runner.summary(out, reference), end="")
 
 
-def _fidelity(
-    title: str,
-    out: Path,
-    samples: int,
-    model: Path | None,
-    settings: fidelity.Settings,
-    specs: list[Spec],
-    only: list[str],
-    prose: Path | None,
-    reference: str,
-    threads: int,
-) -> None:
+@dataclass(frozen=True)
+class _Common:
+    """What every run over texts is asked for."""
+
+    out: Path
+    samples: int
+    model: Path | None
+    prose: Path | None
+    suite: str
+    only: list[str]
+    reference: str | None
+    threads: int
+
+
+def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     size = settings.prompt + settings.follow
-    lab, variants = _prepare(out, model, size + 64, specs, only, threads)
-    essays = texts.prose_samples(
-        lab.tokenizer, texts.load_prose(prose), _prose_name(prose), samples, size
-    )
-    code = texts.code_samples(lab.tokenizer, samples, size)
-    recorded = asdict(settings) | _common(lab, variants)
-    store = Store(out / f"{title}.jsonl", recorded)
+    specs = suites.pick(suites.suite(asked.suite), asked.only)
+    lab, variants = builds.prepare(asked.out, asked.model, size + 64, specs, asked.threads)
+    samples = _texts(lab, asked, size)
+    recorded = asdict(settings) | builds.recorded(lab, variants)
+    store = Store(asked.out / f"{title}.jsonl", recorded)
 
     def measure(sample: texts.Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         runs = fidelity.measure(lab, sample, variants, settings)
@@ -172,64 +217,21 @@ def _fidelity(
             )
         return runs, {}
 
-    runner.run(store, runner.alternate(essays, code), measure)
-    print(_report(out, title, store, recorded, "kl", "KL (nats)", reference))
+    runner.run(store, samples, measure)
+    reference = asked.reference or suites.default_reference(specs)
+    print(runner.write_reports(asked.out, title, store, recorded, "kl", "KL (nats)", reference))
 
 
-def _report(
-    out: Path,
-    title: str,
-    store: Store,
-    settings: dict[str, Any],
-    metric: str,
-    label: str,
-    reference: str,
-) -> str:
-    return runner.write_reports(out, title, store, settings, metric, label, reference)
-
-
-def _prepare(
-    out: Path, model: Path | None, capacity: int, specs: list[Spec], only: list[str], threads: int
-) -> tuple[Lab, list[Variant]]:
-    """Return the evaluation engine, built if it is not there, and the variants."""
-    engine = out / "engine"
-    source = open_model(default_model() if model is None else model)
-    try:
-        found = load_manifest(engine)
-        if found.model != source.config:
-            raise UsageError(f"{engine} is of another model; choose another --out")
-    except PackageError:
-        limits = Limits(max_input=4096, max_output=1024, max_batch=1, density=0.2, max_density=1.0)
-        print(f"building the evaluation engine in {engine}", file=sys.stderr)
-        options = BuildOptions(all_logits=True, force=True)
-        build(source, resolve("nexus", options=READER), limits, engine, options)
-    lab = Lab(engine, capacity, threads or None)
-    return lab, [_variant(lab.manifest.model, spec) for spec in pick(specs, only)]
-
-
-def _variant(config: ModelConfig, spec: Spec) -> Variant:
-    options = dict(spec.options) or None
-    policy = resolve(spec.eviction, selector=spec.selector, scope=spec.scope, options=options)
-    if not policy.evicts:
-        return Variant(spec, policy, None)
-    made = ir.to_proto(eviction_model(config, policy))
-    return Variant(spec, policy, made.SerializeToString())
+def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:
+    """Return the samples of prose and of code in turn."""
+    prose = texts.load_prose(asked.prose)
+    name = _prose_name(asked.prose)
+    essays = texts.prose_samples(lab.tokenizer, prose, name, asked.samples, size)
+    return runner.alternate(essays, texts.code_samples(lab.tokenizer, asked.samples, size))
 
 
 def _prose_name(path: Path | None) -> str:
     return texts.ESSAYS_WHEEL if path is None else path.name
-
-
-def _common(lab: Lab, variants: list[Variant]) -> dict[str, Any]:
-    """Return what else must be equal for results to belong together."""
-    return {
-        "kvsift": kvsift.__version__,
-        "onnxruntime": ort.__version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "weights": lab.manifest.files["model.data"].sha256[:16],
-        "variants": {v.name: v.policy.model_dump() for v in variants},
-    }
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.chat import ChatTemplate, encode_chat
 from kvsift.runtime.evaluation.fidelity import eviction_seed
-from kvsift.runtime.evaluation.lab import Floats, Lab
+from kvsift.runtime.evaluation.lab import Lab
+from kvsift.runtime.evaluation.stage import Floats
 from kvsift.runtime.evaluation.texts import PLACES, Sample, place
 from kvsift.runtime.evaluation.variants import Variant
 
@@ -100,7 +101,7 @@ def _greedy(lab: Lab, variant: Variant, slot: Any, first: Floats, max_tokens: in
     ends = set(lab.manifest.model.eos_token_ids)
     tokens = [int(first.argmax())]
     while len(tokens) < max_tokens and tokens[-1] not in ends:
-        logits = lab.force(slot, tokens[-1:])[-1]
+        logits = lab.force(variant, slot, tokens[-1:])[-1]
         lab.evict_full(variant, slot)
         tokens.append(int(logits.argmax()))
     return str(lab.tokenizer.decode(tokens))

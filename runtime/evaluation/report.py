@@ -102,6 +102,10 @@ class Column:
         same = self.found.get((self.kind, variant, 1.0))
         return self.found.get((self.kind, variant, self.density), same)
 
+    def variants(self) -> list[str]:
+        """Return the variants of the column in the order in which they ran."""
+        return _variants(self.found, self.kind)
+
 
 def overview(columns: Sequence[Column]) -> str:
     """Return the Markdown table of means, a row per variant."""

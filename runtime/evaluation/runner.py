@@ -22,16 +22,18 @@ from rich.progress import (
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.evaluation import report
 from kvsift.runtime.evaluation.store import Record, Store
+from kvsift.runtime.evaluation.suites import CONTRASTS
 from kvsift.runtime.evaluation.texts import Sample
-from kvsift.runtime.evaluation.variants import CONTRASTS
 
+#: Seconds between two lines of progress where there is no terminal.
+SAY_SECONDS = 30
 Measure = Callable[[Sample], tuple[list[dict[str, Any]], dict[str, Any]]]
 
 
 def run(store: Store, samples: Sequence[Sample], measure: Measure) -> None:
     """Measure every sample that `store` lacks; `measure` returns runs and more fields to keep.
 
-    Samples come in the given order; progress goes to stderr when that is a terminal.
+    Samples come in the given order; progress and the time left go to stderr.
     """
     left = [s for s in samples if not store.has(s.kind, s.index)]
     console = Console(stderr=True)
@@ -45,7 +47,17 @@ def run(store: Store, samples: Sequence[Sample], measure: Measure) -> None:
     )
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("samples", total=len(samples), completed=len(samples) - len(left))
-        for sample in left:
+        start = said = time.monotonic()
+        for done, sample in enumerate(left):
+            if not sys.stderr.isatty() and done and time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                rest = (said - start) / done * (len(left) - done)
+                print(
+                    f"{len(samples) - len(left) + done} of {len(samples)} samples, about "
+                    f"{rest / 60:.0f} min left",
+                    file=sys.stderr,
+                    flush=True,
+                )
             begin = time.perf_counter()
             runs, more = measure(sample)
             store.add(
@@ -118,7 +130,7 @@ def markdown(
 SUMMARY = (("fidelity", "kl", "KL"), ("needles", "correct", "needles"))
 
 
-def summary(out: Path, reference: str) -> str:
+def summary(out: Path, reference: str | None) -> str:
     """Return the tables over the finished fidelity and needle runs in `out`, side by side.
 
     What prefill_selector changes shows in `stream` only, so its contrasts are left out here.
@@ -136,7 +148,8 @@ def summary(out: Path, reference: str) -> str:
                     columns.append(report.Column(f"{name} {d:g}", found, kind, float(d)))
     if not columns:
         raise UsageError(f"{out} has no finished run; run fidelity or needles with --out first")
-    tables = [report.overview(columns), report.differences(columns, reference)]
+    chosen = reference or columns[0].variants()[0]
+    tables = [report.overview(columns), report.differences(columns, chosen)]
     for question, pairs in CONTRASTS.items():
         if question != "prefill_selector":
             tables.append(report.contrast_table(columns, pairs))
