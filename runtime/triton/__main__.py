@@ -45,7 +45,7 @@ def triton(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Write a model repository for Triton's python backend."""
-    check_integer("max_queue", max_queue, 1, "it is the requests that may wait")
+    check_integer("max_queue", max_queue, 0, "it is the requests that may wait")
     for option, value in (("max_batch", max_batch), ("threads", threads)):
         if value is not None:
             check_integer(option, value, 1, "leave it out for the default")

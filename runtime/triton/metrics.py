@@ -6,16 +6,18 @@ others leave it notes.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from kvsift.runtime.results import GenerationResult
+from kvsift.runtime.stats import LATENCY_BOUNDS, SchedulerStats
 
-#: Seconds between two updates of the gauges.
+#: Seconds between two looks at the scheduler's numbers.
 _PERIOD_S = 0.25
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 OUTCOMES = ("stop", "length", "cancelled", "refused", "failed")
 
@@ -24,69 +26,78 @@ OUTCOMES = ("stop", "length", "cancelled", "refused", "failed")
 class Family:
     """One metric: its Prometheus name, kind, meaning and histogram buckets.
 
-    A gauge also names the number in `Scheduler.stats` that it shows.
+    `stat` is the number of `SchedulerStats` that it shows; without one it is counted here.
     """
 
     name: str
     kind: Literal["COUNTER", "GAUGE", "HISTOGRAM"]
     meaning: str
-    buckets: tuple[float, ...] = ()
     stat: str = ""
+    buckets: tuple[float, ...] = ()
 
 
+REQUESTS = Family("kvsift_requests_total", "COUNTER", f"Requests by outcome: {', '.join(OUTCOMES)}")
+TTFT = Family(
+    "kvsift_time_to_first_token_seconds",
+    "HISTOGRAM",
+    "From arrival to the first token, waiting included; counted when the request ends",
+    buckets=LATENCY_BOUNDS,
+)
+ITL = Family(
+    "kvsift_inter_token_latency_seconds",
+    "HISTOGRAM",
+    "Between two tokens; counted when the request ends",
+    buckets=LATENCY_BOUNDS,
+)
+COVERAGE = Family(
+    "kvsift_coverage",
+    "HISTOGRAM",
+    "Share of the score that a request's last eviction kept, where that is defined",
+    buckets=_SHARE,
+)
 FAMILIES = (
-    Family("kvsift_requests_total", "COUNTER", f"Requests by outcome: {', '.join(OUTCOMES)}"),
-    Family("kvsift_prompt_tokens_total", "COUNTER", "Tokens of prompts that were answered"),
-    Family("kvsift_generated_tokens_total", "COUNTER", "Tokens generated"),
-    Family("kvsift_evictions_total", "COUNTER", "Eviction steps"),
-    Family("kvsift_evicted_tokens_total", "COUNTER", "Tokens dropped from the caches"),
+    REQUESTS,
+    TTFT,
+    ITL,
+    COVERAGE,
+    Family("kvsift_prompt_tokens_total", "COUNTER", "Prompt tokens read", "prompt_tokens"),
+    Family("kvsift_generated_tokens_total", "COUNTER", "Tokens generated", "generated_tokens"),
+    Family("kvsift_evictions_total", "COUNTER", "Eviction steps", "evictions"),
     Family(
-        "kvsift_time_to_first_token_seconds",
-        "HISTOGRAM",
-        "From a request's arrival to its first token, waiting included",
-        _LATENCY,
+        "kvsift_evicted_tokens_total",
+        "COUNTER",
+        "Tokens dropped from the cache, the mean over layers and heads",
+        "evicted_tokens",
     ),
+    Family("kvsift_queued_requests", "GAUGE", "Requests waiting for a slot", "queued"),
+    Family("kvsift_slots_in_use", "GAUGE", "Requests that hold a slot", "running"),
+    Family("kvsift_slots", "GAUGE", "Requests that run at a time", "slots"),
+    Family("kvsift_kv_used_bytes", "GAUGE", "Keys and values held", "kv_bytes_used"),
+    Family("kvsift_kv_capacity_bytes", "GAUGE", "Size of all slots", "kv_bytes_capacity"),
     Family(
-        "kvsift_inter_token_latency_seconds",
-        "HISTOGRAM",
-        "Between two tokens of a request",
-        _LATENCY,
+        "kvsift_scratch_bytes", "GAUGE", "Size of the cache prompts are read in", "scratch_bytes"
     ),
-    Family(
-        "kvsift_coverage",
-        "HISTOGRAM",
-        "Share of the score kept at a request's last eviction, where it is defined",
-        _SHARE,
-    ),
-    Family("kvsift_queued_requests", "GAUGE", "Requests waiting for a slot", stat="queued"),
-    Family("kvsift_slots_in_use", "GAUGE", "Sequences being answered", stat="slots_in_use"),
-    Family("kvsift_slots", "GAUGE", "Sequences that fit at a time", stat="slots"),
-    Family(
-        "kvsift_kv_bytes_in_use", "GAUGE", "Bytes of keys and values held", stat="kv_bytes_used"
-    ),
-    Family("kvsift_kv_bytes", "GAUGE", "Bytes of all slots", stat="kv_bytes_capacity"),
 )
 
 
 class HasStats(Protocol):
-    """What the gauges are read from."""
+    """What the numbers are read from."""
 
-    def stats(self) -> dict[str, float]:
-        """Return plain numbers by name."""
+    def stats(self) -> SchedulerStats:
+        """Return the numbers of this moment."""
 
 
 class Metrics:
     """Creates the families of one model and keeps them up to date on a thread of its own.
 
-    `backend` is Triton's python module, `token_bytes` the cache's bytes per token.
+    `backend` is Triton's python module.
     """
 
-    def __init__(self, backend: Any, model: str, source: HasStats, token_bytes: int) -> None:
+    def __init__(self, backend: Any, model: str, source: HasStats) -> None:
         self._backend = backend
         self._model = model
         self._source = source
-        self._token_bytes = token_bytes
-        self._notes: queue.SimpleQueue[tuple[str, str, float] | None] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[tuple[Family, str, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvsift-metrics", daemon=True)
 
     def start(self) -> None:
@@ -100,66 +111,68 @@ class Metrics:
 
     def refused(self) -> None:
         """Count a request that was not let in."""
-        self._count("kvsift_requests_total", 1, "refused")
+        self._notes.put((REQUESTS, "refused", 1))
 
     def failed(self) -> None:
         """Count a request that ended in an error."""
-        self._count("kvsift_requests_total", 1, "failed")
+        self._notes.put((REQUESTS, "failed", 1))
 
     def finished(self, result: GenerationResult) -> None:
         """Count a request that has an answer, or part of one."""
-        self._count("kvsift_requests_total", 1, result.finish_reason)
-        self._count("kvsift_prompt_tokens_total", result.prompt_tokens)
-        self._count("kvsift_generated_tokens_total", len(result.token_ids))
-        self._count("kvsift_evictions_total", result.evictions)
-        evicted = round((result.kv_bytes_dense - result.kv_bytes) / self._token_bytes)
-        self._count("kvsift_evicted_tokens_total", evicted)
+        self._notes.put((REQUESTS, result.finish_reason, 1))
         if result.token_ids:
-            self._count("kvsift_time_to_first_token_seconds", result.timings.ttft_s)
+            self._notes.put((TTFT, "", result.timings.ttft_s))
         for seconds in result.timings.itl_s:
-            self._count("kvsift_inter_token_latency_seconds", seconds)
+            self._notes.put((ITL, "", seconds))
         if result.coverage is not None:
-            self._count("kvsift_coverage", result.coverage)
-
-    def _count(self, name: str, value: float, outcome: str = "") -> None:
-        self._notes.put((name, outcome, value))
+            self._notes.put((COVERAGE, "", result.coverage))
 
     def _run(self) -> None:
         metrics = self._create()
-        shown: dict[str, float] = {}
-        going = True
+        shown = {family.stat: 0.0 for family in FAMILIES if family.stat}
+        going, due = True, 0.0
         while going:
-            try:
-                note = self._notes.get(timeout=_PERIOD_S)
-                if note is None:
-                    going = False
-                else:
-                    name, outcome, value = note
-                    metric, histogram = metrics[name, outcome]
-                    metric.observe(value) if histogram else metric.increment(value)
-                    continue
-            except queue.Empty:
-                pass
-            stats = self._source.stats()
-            for family in FAMILIES:
-                if family.stat and shown.get(family.name) != stats[family.stat]:
-                    shown[family.name] = stats[family.stat]
-                    metrics[family.name, ""][0].set(stats[family.stat])
+            note = None
+            with contextlib.suppress(queue.Empty):
+                note = self._notes.get(timeout=max(0.0, due - time.monotonic()))
+                going = note is not None
+            if note is not None:
+                family, outcome, value = note
+                metric = metrics[family.name, outcome]
+                (metric.observe if family.buckets else metric.increment)(value)
+            if not going or time.monotonic() >= due:
+                self._show(metrics, shown)
+                due = time.monotonic() + _PERIOD_S
+        # Here and now: the process crashes in destructors that run when it ends.
+        metrics.clear()
+        self._families.clear()
 
-    def _create(self) -> dict[tuple[str, str], tuple[Any, bool]]:
-        """Return each metric by name and outcome, with whether it is a histogram."""
+    def _create(self) -> dict[tuple[str, str], Any]:
+        """Return each metric by its name and outcome."""
         made = {}
-        self._families = []  # a family that nothing holds is withdrawn
+        self._families = []  # the server withdraws a family that nothing holds
         for family in FAMILIES:
-            kind = getattr(self._backend.MetricFamily, family.kind)
             parent = self._backend.MetricFamily(
-                name=family.name, description=family.meaning, kind=kind
+                name=family.name,
+                description=family.meaning,
+                kind=getattr(self._backend.MetricFamily, family.kind),
             )
             self._families.append(parent)
-            outcomes = OUTCOMES if family.name == "kvsift_requests_total" else ("",)
-            for outcome in outcomes:
+            options = {"buckets": list(family.buckets)} if family.buckets else {}
+            for outcome in OUTCOMES if family is REQUESTS else ("",):
                 labels = {"model": self._model} | ({"outcome": outcome} if outcome else {})
-                options = {"buckets": list(family.buckets)} if family.buckets else {}
-                metric = parent.Metric(labels=labels, **options)
-                made[family.name, outcome] = (metric, family.kind == "HISTOGRAM")
+                made[family.name, outcome] = parent.Metric(labels=labels, **options)
         return made
+
+    def _show(self, metrics: dict[tuple[str, str], Any], shown: dict[str, float]) -> None:
+        """Bring counters and gauges to the scheduler's numbers."""
+        stats = self._source.stats()
+        for family in FAMILIES:
+            if not family.stat:
+                continue
+            value = float(getattr(stats, family.stat))
+            more = value - shown[family.stat]
+            if more:
+                shown[family.stat] = value
+                metric = metrics[family.name, ""]
+                metric.set(value) if family.kind == "GAUGE" else metric.increment(more)

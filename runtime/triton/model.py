@@ -16,13 +16,14 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 
-from kvsift.builder.errors import KvsiftError, UsageError
+from kvsift.builder.errors import KvsiftError, QueueFullError, UsageError
 from kvsift.runtime.engine import Engine
-from kvsift.runtime.scheduler import QueueFullError, Scheduler, Ticket
+from kvsift.runtime.scheduler import Scheduler
+from kvsift.runtime.ticket import Ticket
 from kvsift.runtime.triton.config import Settings
 from kvsift.runtime.triton.fields import INPUTS
 from kvsift.runtime.triton.metrics import Metrics
-from kvsift.runtime.triton.requests import Asked, last, parse, piece, tensors
+from kvsift.runtime.triton.requests import Asked, NoPromptError, last, parse, piece, tensors
 
 #: Seconds between two looks at whether a client has gone.
 _WATCH_S = 0.1
@@ -47,7 +48,7 @@ class TritonPythonModel:
             self.scheduler = Scheduler(engine, max_queue=settings.max_queue)
         except KvsiftError as error:
             raise pb.TritonModelException(str(error)) from None
-        self.metrics = Metrics(pb, args["model_name"], self.scheduler, engine.kv_bytes_per_token)
+        self.metrics = Metrics(pb, args["model_name"], self.scheduler)
         self.metrics.start()
         self.open: dict[Any, Ticket] = {}
         self.loop = asyncio.new_event_loop()
@@ -63,7 +64,8 @@ class TritonPythonModel:
                 asked = parse(_inputs(request), json.loads(request.parameters() or "{}"))
                 ticket = self.scheduler.submit(asked.request)
             except Exception as error:
-                self.metrics.refused()
+                if not isinstance(error, NoPromptError):
+                    self.metrics.refused()
                 _send(sender, error=error)
                 continue
             asyncio.run_coroutine_threadsafe(self._answer(sender, asked, ticket), self.loop)

@@ -33,6 +33,10 @@ _FLAGS = ("stream", "return_log_probs", "exclude_input_in_output", "return_evict
 _OWN_PREFIX = "triton_"
 
 
+class NoPromptError(UsageError):
+    """A request without any prompt, with which a health check asks whether the model answers."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """A parsed request: what the engine gets, and how the answer is to be sent."""
@@ -56,11 +60,11 @@ def parse(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Asked
     values.update({name: _from_tensor(_INPUTS[name], data) for name, data in tensors.items()})
     flags = {name: bool(values.pop(name, False)) for name in _FLAGS}
     text, ids = values.pop("text_input", None), values.pop("input_ids", None)
-    if (text is None) == (ids is None):
-        raise UsageError(
-            "a request has a prompt in text_input or in input_ids, got "
-            f"{'neither' if ids is None else 'both'}; give one of them"
-        )
+    where = "a request has a prompt in text_input or in input_ids, got"
+    if text is None and ids is None:
+        raise NoPromptError(f"{where} neither; give one of them")
+    if text is not None and ids is not None:
+        raise UsageError(f"{where} both; give one of them")
     if "random_seed" in values:
         values.setdefault("seed", values.pop("random_seed"))
     if "pin" in values:
@@ -116,7 +120,7 @@ def tensors(outputs: Mapping[str, Any], batched: bool) -> dict[str, Tensor]:
             values = value if field.many else [value]
             if field.dtype == "STRING":
                 values = [text.encode() for text in values]
-            array = np.array(values, _NUMPY[field.dtype])
+            array: Tensor = np.array(values, _NUMPY[field.dtype])
             made[field.name] = array.reshape(1, -1) if batched else array
     return made
 

@@ -47,8 +47,7 @@ def tritonserver(
         signal.signal(number, _leave)
     try:
         server.launch()
-        assert server.process is not None
-        code = server.process.wait()
+        code = server.wait()
     except KeyboardInterrupt:
         code = 0
     finally:

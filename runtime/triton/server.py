@@ -32,7 +32,10 @@ SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT = 600.0
 #: Seconds that a stopping server waits for running requests.
 EXIT_TIMEOUT = 10
+#: Seconds between two looks at the processes of models.
+_WATCH_S = 1.0
 _LOG_LINES = 12
+_STUB = "triton_python_backend_stub"
 #: A line of the log about a model, up to Python's traceback.
 _FAILURE = re.compile(r"(failed to load .*?)(?:\\n\\nAt:|\"$)", re.MULTILINE)
 
@@ -71,7 +74,7 @@ def lay_out_backend(folder: Path, target: Path) -> None:
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         shutil.copy(folder / "backends" / "python" / name, backend)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = folder / "python_backend_stubs" / version / "triton_python_backend_stub"
+    stub = folder / "python_backend_stubs" / version / _STUB
     shutil.copy(stub, backend)
     (backend / stub.name).chmod(0o755)
 
@@ -122,6 +125,8 @@ class TritonServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._prefix = ""
         self._backends: Path | None = None
+        #: A server with a dead model would wait for answers that never come.
+        self._broken = False
 
     @property
     def http(self) -> str:
@@ -189,11 +194,44 @@ class TritonServer:
         except (urllib.error.URLError, OSError):
             return False
 
+    def wait(self) -> int:
+        """Wait for the server to end and return its exit code.
+
+        EngineError when the process of a model has died: the server stays up then and lets the
+        clients of that model wait for ever.
+        """
+        assert self.process is not None
+        before: set[int] = set()
+        while (code := self.process.poll()) is None:
+            # A stub that ends as it should is a zombie for a moment only.
+            dead = self._zombies()
+            if before & dead:
+                self._broken = True
+                raise EngineError(
+                    "the process of a model has died (killed, out of memory or a fault; see the "
+                    "output above), and its requests are lost; start the server again"
+                )
+            before = dead
+            time.sleep(_WATCH_S)
+        return code
+
+    def _zombies(self) -> set[int]:
+        """Return the processes of models that have ended without the server noticing."""
+        assert self.process is not None
+        found = set()
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                name, rest = path.read_text().split("(", 1)[1].rsplit(")", 1)
+                state, parent = rest.split()[:2]
+                if state == "Z" and int(parent) == self.process.pid and name == _STUB[:15]:
+                    found.add(int(path.parent.name))
+        return found
+
     def stop(self) -> None:
         """End the server, after EXIT_TIMEOUT seconds by force, and remove what it shared."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
+                self.process.kill() if self._broken else self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(EXIT_TIMEOUT + 20)
             # Stubs belong to its session and may outlive it.
