@@ -31,6 +31,7 @@ PROMPT_END = "prompt_end"  # int32 [E], 1 at a prompt's end, 0 in decode
 KEEP = "keep"  # int32 [L, E, R, N]
 KEEP_LEN = "keep_len"  # int32 [L, E, R]
 COVERAGE = "coverage"  # float32 [L, E, R]
+SCORES = "scores"  # float32 [L, E, R, N], of engines built with --trace-scores
 
 
 def past_key(layer: int) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.families import ModelConfig
@@ -29,6 +29,7 @@ __all__ = ["Layout", "Manifest", "ModelConfig", "Policy", "load_manifest", "wind
 MANIFEST = "kvsift.json"
 GRAPH = "model.onnx"
 WEIGHTS = "model.data"
+README = "README.md"
 #: A TensorRT engine; a package of `--onnx-only` has none until trtexec writes it.
 PLAN = "engine.plan"
 #: Raised whenever an older runtime could misread a package.
@@ -62,7 +63,7 @@ class FileSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bytes: int
+    bytes: int = Field(ge=0)
     sha256: str
 
 
@@ -71,13 +72,15 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_input: int
-    max_output: int
-    max_batch: int
+    max_input: int = Field(ge=1)
+    max_output: int = Field(ge=1)
+    max_batch: int = Field(ge=1)
     #: Density of requests that name none, and the largest that a slot has room for.
-    density: float
-    max_density: float
-    chunk: int = 1024
+    density: float = Field(gt=0, le=1)
+    max_density: float = Field(gt=0, le=1)
+    chunk: int = Field(default=1024, ge=1)
+    #: Tokens of the scratch, if prompts may be longer than it; a multiple of `chunk`.
+    max_scratch: int | None = Field(default=None, ge=1)
 
 
 class Profile(BaseModel):
@@ -124,11 +127,12 @@ class Manifest(BaseModel):
     dtype: DType = "float32"
     quantize: Literal["none", "int8", "int4"]
     all_logits: bool = False
+    trace_scores: bool = False
     seed: int = 0
     model: ModelConfig
     policy: Policy
     limits: Limits
-    parameters: int
+    parameters: int = Field(ge=0)
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     #: For the targets tensorrt and tensorrt-rtx.
@@ -158,7 +162,8 @@ def load_manifest(directory: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise PackageError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
+        where = f"{where} is {first['input']!r}: " if where else ""
+        raise PackageError(f"{path}: {where}{first['msg']}; rebuild the engine") from None
     for name, spec in manifest.files.items():
         file = directory / name
         size = file.stat().st_size if file.is_file() else -1
@@ -200,6 +205,18 @@ def file_spec(path: Path) -> FileSpec:
         while block := file.read(1 << 22):
             digest.update(block)
     return FileSpec(bytes=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def package_hash(manifest: Manifest) -> str:
+    """Return the sha256 in hex of what a package computes: of its files' names and hashes.
+
+    The README is left out; state of one package (sessions, traces) is read by the same only.
+    """
+    digest = hashlib.sha256()
+    for name, spec in sorted(manifest.files.items()):
+        if name != README:
+            digest.update(f"{name} {spec.sha256}\n".encode())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsift.runtime.guardrail import share_of
 from kvsift.runtime.sequence import Sequence
-from kvsift.runtime.sessions import Step
+from kvsift.runtime.sessions import Kept, Step
 from kvsift.runtime.slots import compact, evictions, kept_units, make_room, past_lens
 
 if TYPE_CHECKING:  # the engine calls this
@@ -36,14 +37,31 @@ def decode(engine: Engine, sequences: Seq[Sequence]) -> NDArray[np.float32]:
         make_room(engine.cache, slot)
         slot.append(1)
         if policy.in_decode and slot.is_full():
-            full.append(slot)
+            full.append(sequence)
     step = Step(ids, positions, n_new, past)
     if full:
-        step.evictions = evictions(full, engine.manifest, False)
+        step.evictions = evictions([s.slot for s in full], engine.manifest, False)
     output = engine.session.run(engine.cache, step)
     if output.kept is not None:
-        for e, slot in enumerate(full):
-            compact(engine.cache, slot, kept_units(output.kept, e), policy.needs_order)
-            slot.steps += 1
-            slot.coverages.append(float(output.kept.coverage[:, e].mean()))
+        for e, sequence in enumerate(full):
+            _settle(engine, sequence, output.kept, e)
     return engine.last_logits(output.logits)
+
+
+def _settle(engine: Engine, sequence: Sequence, kept: Kept, e: int) -> None:
+    """Apply what a full slot keeps, unless the sequence's guardrail raises its budget instead."""
+    slot, policy = sequence.slot, engine.manifest.policy
+    share = share_of(kept, e)
+    if sequence.guardrail is not None:
+        assert sequence.budget is not None
+        more = policy.decode_interval // slot.block_size
+        ceiling = engine.budgets.ceiling(len(sequence.prompt), sequence.sampling.max_tokens)
+        if sequence.guardrail.spares(share, sequence.budget, more, ceiling):
+            sequence.budget += more
+            engine.set_budget(slot, sequence)
+            return
+    if engine.recorder is not None:
+        engine.recorder.evict(sequence, slot, kept, e, "decode")
+    compact(engine.cache, slot, kept_units(kept, e), policy.needs_order)
+    slot.steps += 1
+    slot.coverages.append(share)

@@ -12,21 +12,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import CapacityError, EngineError
+from kvsift.builder.errors import EngineError
 from kvsift.builder.package import load_manifest, verify_hashes
+from kvsift.runtime.admission import admit
 from kvsift.runtime.budgets import BudgetRule, units_of
+from kvsift.runtime.conversation_file import load_conversation, save_conversation
+from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.decode import decode
-from kvsift.runtime.layer_budgets import layer_budgets
+from kvsift.runtime.held import take_rows
 from kvsift.runtime.params import check_integer
 from kvsift.runtime.prefill import Prefill
+from kvsift.runtime.prefixes import Prefixes
 from kvsift.runtime.prompts import encode, load_tokenizer
+from kvsift.runtime.recorder import Recorder
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
-from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
-from kvsift.runtime.sessions.ort import OrtSession
-from kvsift.runtime.sizes import slot_tokens, token_bytes
+from kvsift.runtime.sessions.choice import open_session
+from kvsift.runtime.shares import share_out
+from kvsift.runtime.sizes import row_tokens, scratch_tokens, slot_tokens, slots_in, token_bytes
 from kvsift.runtime.slots import Slot, new_slot
 
 __all__ = ["Engine", "Request", "Update"]
@@ -34,13 +39,17 @@ __all__ = ["Engine", "Request", "Update"]
 Logits = NDArray[np.float32]
 #: More than any machine has; ONNX Runtime starts all that it is told to.
 MAX_THREADS = 1024
+#: More than is of use; every one takes memory.
+MAX_SLOTS = 1024
 
 
 class Engine:
     """Loads a package and runs requests on it.
 
-    `max_batch` slots (default: the package's), `threads` for ONNX Runtime, `verify` compares the
-    files' hashes first. Raises PackageError or EngineError when the package cannot run.
+    `max_batch` slots (default: the package's), or with `kv_memory` as many as fit in so many bytes
+    beside the scratch, `max_batch` at most. `threads` for ONNX Runtime, `verify` compares the
+    files' hashes first. Raises PackageError or EngineError when the package cannot run,
+    CapacityError if not one sequence fits.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class Engine:
         directory: str | Path,
         *,
         max_batch: int | None = None,
+        kv_memory: int | None = None,
         threads: int | None = None,
         verify: bool = False,
     ) -> None:
@@ -57,7 +67,15 @@ class Engine:
             verify_hashes(self.directory, self.manifest)
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
-        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", 1024)
+        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
+        self.row_limits: list[int] | None = None
+        if kv_memory is not None:
+            check_integer("kv_memory", kv_memory, 1, "it is bytes for all KV caches, the scratch's")
+            fixed = self.manifest.tensorrt is not None or max_batch is not None
+            most = self.max_batch if fixed else MAX_SLOTS
+            self.max_batch = slots_in(self.manifest, kv_memory, most)
+            self.row_limits = None if policy.shared_lens else row_tokens(self.manifest)
         if threads is not None:
             check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
         self.tokenizer = load_tokenizer(self.directory)
@@ -72,12 +90,20 @@ class Engine:
             capacity=capacity,
             max_positions=model.max_positions,
             min_budget_tokens=policy.min_budget_tokens,
+            recent_fraction=policy.recent_fraction,
         )
-        self.session: Session = OrtSession(self.directory, self.manifest, threads)
+        self.session: Session = open_session(self.directory, self.manifest, threads)
         # Where rows differ in length, layers start small and grow to their longest row.
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
+        #: Sessions between their turns, and prefixes that prompts share.
+        self.conversations = Conversations()
+        self.prefixes = Prefixes(
+            scratch_tokens(self.manifest) - limits.chunk, token_bytes(self.manifest)
+        )
+        #: Told of every request and eviction while it is set.
+        self.recorder: Recorder | None = None
         self._numbers = itertools.count()
         self._claim = threading.Lock()
         self._owner: tuple[str, str] | None = None
@@ -98,12 +124,16 @@ class Engine:
         iterator early frees the slots; EngineError while another one is open, since both would
         write into the same slots.
         """
-        waiting = deque(self.prepare(i, r) for i, r in enumerate(requests))
-        self.claim("an earlier request", "read its stream to the end or close() it first")
+        asked = self.prepare_all(enumerate(requests))
         try:
-            yield from self._run(waiting)
+            self.claim("an earlier request", "read its stream to the end or close() it first")
+            try:
+                yield from self._run(deque(asked))
+            finally:
+                self.release()
         finally:
-            self.release()
+            for sequence in asked:
+                self.leave(sequence)
 
     def claim(self, owner: str, fix: str) -> None:
         """Take the slots for one driver of the engine; EngineError if another has them.
@@ -141,45 +171,55 @@ class Engine:
                 if sequence.finish_reason:
                     del running[index]
 
+    def close(self) -> None:
+        """Give back what the engine holds, on a GPU its memory; it runs nothing afterwards."""
+        self.session.release()
+
     def generate(self, requests: Iterable[Request]) -> list[GenerationResult]:
         """Run requests to their end and return the results in their order."""
         done = {u.index: u.result for u in self.run(requests) if u.result}
         return [done[i] for i in sorted(done)]
 
+    def prepare_all(self, requests: Iterable[tuple[int, Request]]) -> list[RunningSequence]:
+        """Prepare requests with their indices, all or none."""
+        made: list[RunningSequence] = []
+        try:
+            for index, request in requests:
+                made.append(self.prepare(index, request))
+        except BaseException:
+            for sequence in made:
+                self.leave(sequence)
+            raise
+        return made
+
     def prepare(self, index: int, request: Request) -> RunningSequence:
         """Return a checked request with its ids, seeds and budget; `index` names its updates.
 
-        UsageError if the prompt is empty or too long or a parameter does not fit it,
-        CapacityError if a slot cannot hold what is asked for.
+        Its session is busy from now on until `result` or `leave`. UsageError if the prompt is empty
+        or too long or a parameter does not fit it, CapacityError if a slot cannot hold what is
+        asked for, SessionError if the session is busy already.
         """
-        ids = self.encode(request)
-        seeds = resolve_seeds(
-            request.sampling.seed,
-            request.eviction.eviction_seed,
-            self.manifest.seed,
-            next(self._numbers),
-        )
-        limits = self.manifest.limits
-        if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
-            limits.max_output
-        ):
-            raise CapacityError(
-                f"max_tokens is {request.sampling.max_tokens} and the engine was built with "
-                f"--max-output {limits.max_output}; lower it or rebuild"
-            )
-        budget = self.budgets.units(len(ids), request.eviction, request.sampling.max_tokens)
-        model = self.manifest.model
-        return RunningSequence(
-            index=index,
-            prompt=ids,
-            sampling=request.sampling,
-            seeds=seeds,
-            pins=tuple(request.eviction.pin),
-            budget=budget,
-            tokenizer=self.tokenizer,
-            eos_token_ids=model.eos_token_ids,
-            max_positions=model.max_positions,
-        )
+        return admit(self, index, request, self._numbers)
+
+    def leave(self, sequence: RunningSequence) -> None:
+        """Let go of a sequence that ends without a result: its session stays as it was."""
+        if sequence.holds_session:
+            assert sequence.session_id is not None
+            sequence.holds_session = False
+            self.conversations.release(sequence.session_id)
+
+    def save_session(self, session_id: str, path: str | Path) -> None:
+        """Write a session to a file; SessionError if it is answering, gone or unknown."""
+        save_conversation(path, self.conversations.get(session_id), self.manifest)
+
+    def load_session(self, path: str | Path, session_id: str) -> None:
+        """Read a session from a file under an id that is not busy, in the place of an older one.
+
+        SessionError if the file is damaged or was saved by another package.
+        """
+        conversation = load_conversation(path, self.manifest)
+        self.conversations.find(session_id)
+        self.conversations.put(session_id, conversation)
 
     def begin(self, sequence: RunningSequence, index: int, source: Slot | None = None) -> Prefill:
         """Return the reading of a sequence's prompt into slot `index`, whose steps do the work.
@@ -187,11 +227,24 @@ class Engine:
         `source` describes rows that the scratch holds already; without it reading starts empty,
         and nothing of an earlier request is read. The scratch holds one prompt at a time.
         """
+        if self.recorder is not None:
+            self.recorder.begin(sequence)
         if source is None:
-            units = units_of(len(sequence.prompt), self.manifest.policy.block_size)
-            source = self.new_slot(sequence, 0, units)
-            self.scratch.clear_memory(0)
+            source = self._start(sequence)
         return Prefill(self, sequence, index, source)
+
+    def _start(self, sequence: RunningSequence) -> Slot:
+        """Return the scratch's book of a sequence, with what an earlier turn or a prefix left."""
+        rows = min(len(sequence.prompt), scratch_tokens(self.manifest))
+        source = self.new_slot(sequence, 0, units_of(rows, self.manifest.policy.block_size))
+        talk = sequence.conversation
+        held = talk.rows if talk is not None else self.prefixes.rows(sequence.prompt)
+        if held is None:
+            self.scratch.clear_memory(0)
+        else:
+            held.put(self.scratch, source)
+            sequence.cached_tokens = held.seen
+        return source
 
     def prefill(self, sequence: RunningSequence, index: int) -> Logits:
         """Read a whole prompt into slot `index` and return its last token's logits [V]."""
@@ -217,27 +270,44 @@ class Engine:
 
     def result(self, sequence: RunningSequence) -> GenerationResult:
         """Return the result of a sequence that has ended."""
+        if self.recorder is not None:
+            self.recorder.end(sequence)
+        if sequence.holds_session and hasattr(sequence, "slot"):
+            assert sequence.session_id is not None
+            sequence.holds_session = False
+            rows = take_rows(self.cache, sequence.slot)
+            self.conversations.put(sequence.session_id, sequence.after(rows))
+        self.leave(sequence)
         allocated = self.cache.nbytes // self.cache.slots
         return sequence.result(self.kv_bytes_per_token, allocated)
 
     def new_slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
         """Return an empty slot of a sequence with its budgets and room for `units` unit ids."""
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
-        budgets, recent = None, 0
         spare = policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens
-        if sequence.budget is not None:
-            recent = int(policy.recent_fraction * sequence.budget)
-            forced = self.budgets.forced(size, sequence.pins) + recent
-            prompt_units = units_of(size, policy.block_size)
-            budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
-        return new_slot(
+        slot = new_slot(
             model,
             policy,
             index,
             units,
-            budgets,
+            None,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
             spare=min(model.max_positions - size, spare),
-            recent=recent * policy.block_size,
+        )
+        if sequence.budget is not None:
+            self.set_budget(slot, sequence)
+        return slot
+
+    def set_budget(self, slot: Slot, sequence: RunningSequence) -> None:
+        """Share a sequence's budget out over the layers and heads of its slot."""
+        assert sequence.budget is not None
+        share_out(
+            slot,
+            sequence.budget,
+            self.manifest,
+            self.budgets,
+            prompt_tokens=len(sequence.prompt),
+            params=sequence.eviction,
+            pins=sequence.pins,
         )

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.seeds import check_seed
@@ -164,6 +165,10 @@ class EvictionParams:
     switches eviction off; `budget_tokens` is an absolute budget instead of it, to which
     `min_budget_tokens` does not apply. `pin` lists token spans [start, end) of the prompt that
     are never evicted. `eviction_seed` is a 64-bit seed; it defaults to the sampling seed.
+    `min_coverage` in (0, 1] raises the budget, up to what the slot holds, until every eviction
+    keeps that share of the score's mass. `layer_budgets` shares the budget out among the layers:
+    "uniform", "pyramid", or one positive weight per layer; `head_budgets` shares each layer's
+    among its KV heads, one weight per head. Both need an engine whose rows may differ in length.
     """
 
     density: float | None = None
@@ -171,6 +176,9 @@ class EvictionParams:
     min_budget_tokens: int | None = None
     eviction_seed: int | None = None
     pin: Sequence[Span] = ()
+    min_coverage: float | None = None
+    layer_budgets: Literal["uniform", "pyramid"] | Sequence[float] | None = None
+    head_budgets: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.density is not None:
@@ -192,6 +200,22 @@ class EvictionParams:
         if self.eviction_seed is not None:
             _set(self, "eviction_seed", check_seed("eviction_seed", self.eviction_seed))
         _set(self, "pin", tuple(_span(item) for item in _items("pin", self.pin, "spans")))
+        if self.min_coverage is not None:
+            fix = "0.9 keeps nine tenths of the attention mass"
+            _set(self, "min_coverage", _in_range("min_coverage", self.min_coverage, "(0, 1]", fix))
+        if self.layer_budgets not in (None, "uniform", "pyramid"):
+            _set(self, "layer_budgets", _weights("layer_budgets", self.layer_budgets))
+        if self.head_budgets is not None:
+            _set(self, "head_budgets", _weights("head_budgets", self.head_budgets))
+
+
+def _weights(name: str, given: object) -> tuple[float, ...]:
+    """Return positive weights of layers or heads, as they share out a budget."""
+    fix = "give one weight each, such as 3, 2, 1"
+    items = _items(name, given, "positive weights")
+    if not items:
+        raise UsageError(f"{name} is empty; {fix}")
+    return tuple(_in_range(name, item, "(0, inf)", fix) for item in items)
 
 
 def _span(item: object) -> Span:

@@ -8,9 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.runtime.budgets import units_of
+from kvsift.runtime.guardrail import share_of
 from kvsift.runtime.sequence import Sequence
 from kvsift.runtime.sessions import Kept, Step
-from kvsift.runtime.slots import Slot, every_unit, evictions, kept_units, move_to, past_lens
+from kvsift.runtime.sizes import scratch_tokens
+from kvsift.runtime.slots import (
+    Slot,
+    compact,
+    every_unit,
+    evictions,
+    kept_units,
+    move_to,
+    past_lens,
+)
+from kvsift.runtime.streaming import most_streamed
 
 if TYPE_CHECKING:  # the engine makes these
     from kvsift.runtime.engine import Engine
@@ -44,12 +55,12 @@ class Prefill:
         depend on how much of it was there before.
         """
         engine, source = self._engine, self.source
-        chunk, start = engine.manifest.limits.chunk, source.seen
-        end = min(len(self.sequence.prompt), (start // chunk + 1) * chunk)
+        start = source.seen
+        end = self._end(start)
         self._make_room(end - start)
         past = past_lens([source], engine.manifest.policy.shared_lens)
         source.append(end - start)
-        evicts = self._is_due(self.unread == 0)
+        evicts = self._is_due()
         output = engine.session.run(
             engine.scratch,
             Step(
@@ -60,22 +71,82 @@ class Prefill:
                 evictions=evictions([source], engine.manifest, True) if evicts else None,
             ),
         )
+        kept = output.kept
+        if kept is not None:
+            kept = self._settle(kept)
         if self.unread:
+            if kept is not None:
+                compact(engine.scratch, source, kept_units(kept, 0), needs_order=True)
+            elif not self.sequence.past:
+                engine.prefixes.offer(self.sequence.prompt, engine.scratch, source)
             return None
-        self._fill_slot(output.kept)
+        self._fill_slot(kept)
         row: Logits = engine.last_logits(output.logits)[0]
         return row
 
-    def _is_due(self, last: bool) -> bool:
-        """Whether the chunk that was just counted evicts."""
-        return last and self._engine.manifest.policy.in_prefill and self.source.is_over()
+    def _end(self, start: int) -> int:
+        """Return where the chunk from `start` on ends: at a multiple, or a shared prefix's end."""
+        chunk, prompt = self._engine.manifest.limits.chunk, self.sequence.prompt
+        end = min(len(prompt), (start // chunk + 1) * chunk)
+        return end if self.sequence.past else self._engine.prefixes.cut(prompt, start, end)
+
+    def _is_due(self) -> bool:
+        """Whether the chunk that was just counted evicts: the last one, or one before no room."""
+        policy, source = self._engine.manifest.policy, self.source
+        # A later turn must come back to its slot, whatever the scope.
+        if not (policy.in_prefill or (policy.evicts and self.sequence.past)):
+            return False
+        if not source.is_over():
+            return False
+        coming = self._end(source.seen) - source.seen if self.unread else 0
+        room = scratch_tokens(self._engine.manifest) - source.length
+        return not coming or coming > room
+
+    def _settle(self, kept: Kept) -> Kept:
+        """Return what an eviction keeps once the guardrail is satisfied, and count it."""
+        engine, sequence, source = self._engine, self.sequence, self.source
+        if sequence.guardrail is not None:
+            assert sequence.budget is not None
+            new_tokens = sequence.sampling.max_tokens
+            ceiling = engine.budgets.ceiling(len(sequence.prompt), new_tokens)
+            ceiling = min(ceiling, int(source.units.max()))
+            if self.unread:  # the next chunk needs its room
+                ceiling = min(ceiling, most_streamed(engine.manifest) // source.block_size)
+            kept, sequence.budget = sequence.guardrail.search(
+                kept, sequence.budget, ceiling, self._select
+            )
+            engine.set_budget(source, sequence)
+        if engine.recorder is not None:
+            engine.recorder.evict(sequence, source, kept, 0, "chunk" if self.unread else "prompt")
+        source.steps += 1
+        source.coverages.append(share_of(kept, 0))
+        return kept
+
+    def _select(self, units: int) -> Kept:
+        """Return what a budget of `units` would keep of the scratch: a step without new tokens."""
+        engine, source = self._engine, self.source
+        self.sequence.budget = units
+        engine.set_budget(source, self.sequence)
+        self._make_room(1)  # for the padding token, which nothing reads
+        step = Step(
+            input_ids=np.zeros((1, 1), np.int64),
+            position_ids=np.full((1, 1), source.seen, np.int64),
+            n_new=np.zeros(1, np.int32),
+            past_lens=past_lens([source], engine.manifest.policy.shared_lens),
+            evictions=evictions([source], engine.manifest, True),
+        )
+        output = engine.session.run(engine.scratch, step)
+        assert output.kept is not None
+        return output.kept
 
     def _make_room(self, tokens: int) -> None:
         """Enlarge the scratch for the next chunk."""
         engine = self._engine
         chunk, rows = engine.manifest.limits.chunk, self.source.length
         # GroupQueryAttention pays for valid rows only: grow once. The portable form pays for all.
-        coming = self.unread if engine.manifest.attention == "gqa" else tokens
+        limit = scratch_tokens(engine.manifest)
+        whole = max(tokens, min(self.unread, limit - rows))
+        coming = whole if engine.manifest.attention == "gqa" else tokens
         for layer in range(len(self.source.lens)):
             engine.scratch.grow(layer, units_of(rows + coming, chunk) * chunk)
 
@@ -83,9 +154,6 @@ class Prefill:
         """Move what the prompt's last eviction keeps, or everything, into the slot."""
         engine, source = self._engine, self.source
         units = every_unit(source) if kept is None else kept_units(kept, 0)
-        if kept is not None:
-            source.steps += 1
-            source.coverages.append(float(kept.coverage.mean()))
         units_held = engine.budgets.capacity // source.block_size
         slot = engine.new_slot(self.sequence, self.index, units_held)
         move_to(engine.cache, engine.scratch, source, slot, units)

@@ -24,9 +24,14 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def encode(request: Request, tokenizer: Tokenizer, manifest: Manifest) -> list[int]:
-    """Return the prompt's token ids; UsageError if it is empty or too long."""
-    ids = _ids(request, tokenizer)
+def encode(
+    request: Request, tokenizer: Tokenizer, manifest: Manifest, *, goes_on: bool = False
+) -> list[int]:
+    """Return the prompt's token ids; UsageError if it is empty or too long.
+
+    With `goes_on` it continues a text, so the tokenizer adds no special tokens.
+    """
+    ids = _ids(request, tokenizer, request.add_special_tokens and not goes_on)
     vocab, limits = manifest.model.vocab_size, manifest.limits
     positions = manifest.model.max_positions
     if not ids:
@@ -45,7 +50,7 @@ def encode(request: Request, tokenizer: Tokenizer, manifest: Manifest) -> list[i
     return ids
 
 
-def _ids(request: Request, tokenizer: Tokenizer) -> list[int]:
+def _ids(request: Request, tokenizer: Tokenizer, special: bool) -> list[int]:
     """Return the ids of the prompt, none for the empty text; UsageError if it is neither."""
     prompt = request.prompt
     if not isinstance(prompt, str):
@@ -57,5 +62,5 @@ def _ids(request: Request, tokenizer: Tokenizer) -> list[int]:
             f"the prompt is not valid text: character {error.start} is the half code "
             f"{prompt[error.start]!a}, which no UTF-8 text has; mend its encoding"
         ) from None
-    encoded = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+    encoded = tokenizer.encode(prompt, add_special_tokens=special)
     return list(encoded.ids) if prompt else []

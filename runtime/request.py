@@ -11,13 +11,18 @@ from kvsift.runtime.results import GenerationResult
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt (text, or token ids) with its parameters."""
+    """A prompt (text, or token ids) with its parameters.
+
+    With a `session_id` the prompt is what is new: it goes on from what that session has said, and
+    the first request of an id begins it.
+    """
 
     prompt: str | Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     eviction: EvictionParams = field(default_factory=EvictionParams)
     #: Whether the tokenizer adds its special tokens (False for text from a chat template).
     add_special_tokens: bool = True
+    session_id: str | None = None
 
 
 @dataclass(frozen=True)

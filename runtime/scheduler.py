@@ -76,15 +76,22 @@ class Scheduler:
 
         With `unlimited` they are never too many, for a caller who waits for all of them.
         """
-        made: list[Entry] = []
-        for request in requests:
-            sequence = self.engine.prepare(0, request)
-            made.append((Ticket(0, request, sequence.prompt), sequence))
+        asked = list(requests)
+        prepared = self.engine.prepare_all((0, request) for request in asked)
+        made: list[Entry] = [
+            (Ticket(0, request, sequence.prompt), sequence)
+            for request, sequence in zip(asked, prepared, strict=True)
+        ]
         with self._changed:
-            if self._closed is not None:
-                raise EngineError(self._closed)
-            if not unlimited:
-                self._check_queue(len(made))
+            try:
+                if self._closed is not None:
+                    raise EngineError(self._closed)
+                if not unlimited:
+                    self._check_queue(len(made))
+            except KvsiftError:
+                for sequence in prepared:
+                    self.engine.leave(sequence)
+                raise
             for ticket, sequence in made:
                 ticket.index = sequence.index = self._count.submitted
                 ticket.on_cancel(self._cancel)
@@ -107,15 +114,19 @@ class Scheduler:
 
     def close(self, drain: bool = False) -> None:
         """Take no more requests, cancel the open ones (with `drain`: finish them), and stop."""
+        self.stop(drain)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def stop(self, drain: bool = False) -> None:
+        """Close without waiting for the engine's thread to end."""
         with self._changed:
             self._closed = self._closed or "the scheduler is closed; make a new one"
             if not drain:
                 for ticket in self._open_tickets():
                     ticket.cancel()
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        atexit.unregister(self.close)
 
     def _check_queue(self, count: int) -> None:
         """Raise QueueFullError if `count` more requests would be too many."""
@@ -158,6 +169,7 @@ class Scheduler:
             self._fail_all(error)
         finally:
             self.engine.release()
+            atexit.unregister(self.close)
 
     def _wait(self) -> bool:
         """Wait for something to do; False when there will be nothing any more."""
@@ -180,8 +192,12 @@ class Scheduler:
                     self._end_cancelled(ticket, sequence)
 
     def _end_cancelled(self, ticket: Ticket, sequence: Sequence) -> None:
-        text = sequence.cancel()
-        result = self.engine.result(sequence)
+        try:
+            text = sequence.cancel()
+            result = self.engine.result(sequence)
+        except Exception as error:
+            self._fail(ticket, error)
+            return
         self._count.count_end(result)
         ticket.push(Update(ticket.index, text, result))
 
@@ -268,6 +284,8 @@ class Scheduler:
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
         """End one request with an error of its own."""
         self._count.failed += 1
+        if ticket.request.session_id is not None:  # it stays as it was
+            self.engine.conversations.release(ticket.request.session_id)
         if not isinstance(error, KvsiftError):
             cause, error = error, EngineError(f"request {ticket.index} failed: {_said(error)}")
             error.__cause__ = cause

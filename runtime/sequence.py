@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvsift.runtime.params import SamplingParams
+from kvsift.runtime.conversations import Conversation
+from kvsift.runtime.guardrail import Guardrail
+from kvsift.runtime.held import HeldRows
+from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import FinishReason, GenerationResult, Timings
 from kvsift.runtime.sampling import Sampler, TokenLogprobs
 from kvsift.runtime.seeds import Seeds
@@ -30,18 +33,30 @@ class Sequence:
         prompt: Seq[int],
         sampling: SamplingParams,
         seeds: Seeds,
-        pins: tuple[tuple[int, int], ...],
+        eviction: EvictionParams,
         budget: int | None,
         tokenizer: Tokenizer,
         eos_token_ids: Seq[int],
         max_positions: int,
+        session_id: str | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         self.index = index
         self.prompt = list(prompt)
         self.sampling = sampling
         self.seeds = seeds
-        self.pins = pins
+        self.eviction = eviction
+        self.pins = tuple(eviction.pin)
+        self.session_id = session_id
+        #: Whether the session is busy with this request.
+        self.holds_session = False
+        #: The session as the request found it, None for a new one or none.
+        self.conversation = conversation
+        minimum = eviction.min_coverage
+        self.guardrail = None if minimum is None else Guardrail(minimum)
         self.budget = budget
+        #: Tokens of the prompt that did not have to be read again.
+        self.cached_tokens = 0
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._room = min(sampling.max_tokens, max_positions - len(self.prompt))
@@ -83,6 +98,27 @@ class Sequence:
         """Seconds that the newest token took: since the one before, or since the request came."""
         return self._times[-1] - (self._times[-2] if len(self._times) > 1 else self._begin)
 
+    @property
+    def past(self) -> int:
+        """Tokens of the prompt that earlier turns have seen."""
+        return self.conversation.rows.seen if self.conversation else 0
+
+    @property
+    def past_evictions(self) -> int:
+        """Evictions of earlier turns."""
+        return self.conversation.rows.steps if self.conversation else 0
+
+    def after(self, rows: HeldRows) -> Conversation:
+        """Return the session as this request leaves it, with what its slot holds."""
+        talk = self.conversation
+        return Conversation(
+            tokens=(*self.prompt, *self.tokens),
+            rows=rows,
+            pins=self.pins,
+            seeds=talk.seeds if talk else self.seeds,
+            turns=1 + (talk.turns if talk else 0),
+        )
+
     def cancel(self) -> str:
         """End the request where it stands and return the text that was held back."""
         self.finish_reason = "cancelled"
@@ -111,12 +147,28 @@ class Sequence:
             budget_tokens=budget,
             kept_tokens=round(rows),
             coverage=finite[-1] if finite else None,
+            coverages=tuple(slot.coverages) if slot else (),
+            guardrail=None if self.guardrail is None else self.guardrail.outcome,
+            budget_raised_tokens=self._raised_tokens(),
             kv_bytes=round(rows * kv_bytes_per_token),
             kv_bytes_allocated=kv_bytes_allocated,
             kv_bytes_dense=(slot.seen if slot else 0) * kv_bytes_per_token,
-            evictions=slot.steps if slot else 0,
+            evictions=slot.steps - self.past_evictions if slot else 0,
+            cached_tokens=self.cached_tokens,
+            session_turn=self._turn(),
             timings=self._timings(),
         )
+
+    def _turn(self) -> int | None:
+        if self.session_id is None:
+            return None
+        return 1 + (self.conversation.turns if self.conversation else 0)
+
+    def _raised_tokens(self) -> int:
+        """Return the tokens that the guardrail has added to the budget."""
+        if self.guardrail is None or not self.guardrail.raised:
+            return 0
+        return self.guardrail.raised * self.slot.block_size
 
     def _timings(self) -> Timings:
         last = self._times and self.finish_reason != "cancelled"

@@ -34,6 +34,8 @@ class Slot:
     seed: int = 0
     pins: tuple[tuple[int, int], ...] = ()
     recent: int = 0
+    #: Units to keep by head, int32 [L, R], where the heads of a layer have budgets of their own.
+    head_budgets: Ints | None = None
     #: Tokens that may come before the next eviction: the room that a grown cache leaves.
     spare: int = 0
     #: True tokens so far.
@@ -81,10 +83,15 @@ class Slot:
 
     def is_over(self) -> bool:
         """Whether a layer holds more units than its budget: a prompt's end evicts then."""
+        if self.head_budgets is not None:
+            return bool((self.units > self.head_budgets).any())
         return self.budgets is not None and bool((self.units.mean(axis=1) > self.budgets).any())
 
     def is_full(self) -> bool:
         """Whether a layer has reached its budget plus one interval: a decode step evicts then."""
+        if self.head_budgets is not None:
+            full = self.head_budgets * self.block_size + self.interval
+            return bool((self.lens >= full).any())
         return self.budgets is not None and bool(
             (self.lens.mean(axis=1) >= self.budgets * self.block_size + self.interval).any()
         )
@@ -131,13 +138,15 @@ def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evicti
     pins = np.zeros((len(slots), max(len(s.pins) + 1 for s in slots), 2), np.int32)
     budget = np.zeros((layers, len(slots), rows), np.int32)
     for e, slot in enumerate(slots):
-        ids[:, e] = slot.ids[:, :, :count]
+        held = slot.ids[:, :, :count]  # fewer columns than a slot of longer rows has
+        ids[:, e, :, : held.shape[2]] = held
         spans = list(slot.pins)
         if slot.recent:
             spans.append((slot.seen - slot.recent, slot.seen))
         pins[e, : len(spans)] = np.array(spans, np.int32).reshape(-1, 2)
         assert slot.budgets is not None
-        budget[:, e] = slot.budgets[:, None]
+        own = slot.head_budgets
+        budget[:, e] = slot.budgets[:, None] if own is None else own
     return Evictions(
         slots=np.array([s.index for s in slots], np.int32),
         tokens_seen=np.array([s.seen for s in slots], np.int32),

@@ -51,6 +51,12 @@ class Ticket:
         """Whether the request has ended, in a result or an error."""
         return self._result is not None or self._error is not None
 
+    @property
+    def updates(self) -> list[Update]:
+        """The news so far."""
+        with self._changed:
+            return list(self._updates)
+
     def cancel(self) -> None:
         """End the request before its next step; nothing happens if it has ended."""
         if self.done or self.cancelled:
@@ -153,7 +159,17 @@ class Ticket:
                 if self._has_news(seen):
                     return
                 (self._end_wakers if seen is None else self._wakers).append(wake)
-            await future
+            try:
+                await future
+            except asyncio.CancelledError:  # who gives up waiting leaves nothing behind
+                self._forget(wake)
+                raise
+
+    def _forget(self, wake: Waker) -> None:
+        with self._changed:
+            for wakers in (self._wakers, self._end_wakers):
+                if wake in wakers:
+                    wakers.remove(wake)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

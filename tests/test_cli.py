@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,24 +173,6 @@ def test_broken_pipe_ends_quietly(engine: Path) -> None:
     assert running.wait(timeout=60) == 141
     assert running.stderr is not None
     assert running.stderr.read() == ""
-
-
-def test_chat_keeps_the_conversation(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts: list[int] = []
-    encode: Callable[..., list[int]] = Engine.encode
-
-    def spy(self: Engine, request: Any) -> list[int]:
-        ids = encode(self, request)
-        prompts.append(len(ids))
-        return ids
-
-    monkeypatch.setattr(Engine, "encode", spy)
-    talk = "hello\n\nand you\n" + "word " * 600 + "\nbye\n/exit\nnever read\n"
-    done = kvsift("chat", engine, "--max-tokens", "4", input=talk)
-    assert done.exit_code == 0, done.output
-    assert len(prompts) == 3  # the overlong turn is refused before it is counted
-    assert prompts == sorted(set(prompts))
-    assert done.stderr.count("error: the prompt has") == 1
 
 
 def test_sizes_are_those_of_the_engine(engine: Path) -> None:

@@ -15,7 +15,7 @@ from kvsift.builder.errors import CapacityError, EngineError, UsageError
 from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.policies import resolve
 from kvsift.runtime.chat import ChatTemplate, encode_chat
-from kvsift.runtime.evaluation import builds, fidelity, needles, suites, texts
+from kvsift.runtime.evaluation import builds, fidelity, greedy, needles, suites, texts
 from kvsift.runtime.evaluation.lab import Lab, fair_budget
 from kvsift.runtime.evaluation.variants import Spec, Variant
 
@@ -209,7 +209,8 @@ def test_greedy_answers_are_those_of_the_engine(engines: Engines, lab: Lab) -> N
     ids = prompt(250, seed=4)
     expected = engine.generate([request(ids, 24, seed=7, budget_tokens=64)])[0].token_ids
     first = lab.read(ids)
-    answer = needles._greedy(lab, tried, lab.evict(tried, 8, 7), first, 24)
+    begun = [greedy.begin(tried, lab.evict(tried, 8, 7, index), first) for index in range(3)]
+    answers = greedy.decode(lab, begun, 24)
     ends = set(lab.manifest.model.eos_token_ids)
     upto = next((i + 1 for i, token in enumerate(expected) if token in ends), 24)
-    assert answer == lab.tokenizer.decode(list(expected[:upto]))
+    assert answers == [lab.tokenizer.decode(list(expected[:upto]))] * 3

@@ -199,6 +199,7 @@ def test_waiting_has_an_end(scheduler: Scheduler) -> None:
             pass
 
     asyncio.run(impatient())
+    assert len(ticket._end_wakers) == 0
     ticket.cancel()
     assert ticket.result(WAIT).finish_reason == "cancelled"
 

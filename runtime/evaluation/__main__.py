@@ -13,7 +13,17 @@ from typing import Any
 import typer
 
 from kvsift.builder.errors import EngineError, KvsiftError, UsageError
-from kvsift.runtime.evaluation import builds, fidelity, needles, runner, suites, texts
+from kvsift.runtime.evaluation import (
+    builds,
+    fidelity,
+    needles,
+    plots,
+    report,
+    runner,
+    suites,
+    task_commands,
+    texts,
+)
 from kvsift.runtime.evaluation.lab import Lab
 from kvsift.runtime.evaluation.options import (
     Density,
@@ -160,7 +170,7 @@ def needles_command(
     lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
     text = texts.load_prose(prose)
-    haystacks = texts.prose_samples(lab.tokenizer, text, _prose_name(prose), samples, prompt)
+    haystacks = texts.prose_samples(lab.tokenizer, text, texts.prose_name(prose), samples, prompt)
     settings = {"prompt": prompt, "densities": density, "seeds": seeds}
     settings |= builds.recorded(lab, variants)
     store = Store(out / "needles.jsonl", settings)
@@ -173,6 +183,10 @@ def needles_command(
     runner.run(store, haystacks, measure)
     chosen = reference or suites.default_reference(specs)
     print(runner.write_reports(out, "needles", store, settings, "correct", "accuracy", chosen))
+    found = report.cells(store.samples, "correct")
+    columns = [report.Column(f"density {d:g}", found, "prose", d) for d in density]
+    title = f"Needles found, {prompt} tokens, n = {len(store.samples)}"
+    plots.maybe(lambda: plots.grid(out / "needles.png", columns, "accuracy", title))
 
 
 @app.command("tables")
@@ -182,6 +196,11 @@ def tables_command(out: Out, reference: Reference = None) -> None:
     Example: kvsift eval tables --out results
     """
     print(runner.summary(out, reference), end="")
+
+
+app.command("ruler")(task_commands.ruler_command)
+app.command("sessions")(task_commands.sessions_command)
+app.command("agreement")(task_commands.agreement_command)
 
 
 @dataclass(frozen=True)
@@ -220,18 +239,37 @@ def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     runner.run(store, samples, measure)
     reference = asked.reference or suites.default_reference(specs)
     print(runner.write_reports(asked.out, title, store, recorded, "kl", "KL (nats)", reference))
+    plots.maybe(lambda: _plot(asked.out, title, store, settings))
+
+
+def _plot(out: Path, title: str, store: Store, settings: fidelity.Settings) -> None:
+    found = report.cells(store.samples, "kl")
+    kinds = sorted({s["kind"] for s in store.samples}, reverse=True)
+    densities, path = settings.densities, out / f"{title}.png"
+    label = "KL to the full cache (nats)"
+    counts = {k: sum(s["kind"] == k for s in store.samples) for k in kinds}
+    groups = {
+        f"{k}, n = {counts[k]}": [report.Column(f"density {d:g}", found, k, d) for d in densities]
+        for k in kinds
+    }
+    if title == "ablate":
+        columns = [
+            report.Column(f"{k}, density {d:g}", found, k, d) for k in kinds for d in densities
+        ]
+        heading = "One part changed at a time: a − b (below 0: a is nearer to the full cache)"
+        plots.forest(path, columns, suites.CONTRASTS, f"difference of {label}", heading)
+    elif title == "seeds":
+        plots.seeds(path, groups, f"mean {label}", "Mean of a whole run, one point per seed")
+    else:
+        plots.dots(path, groups, label, f"Distance from the full cache: {title}", log=True)
 
 
 def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:
     """Return the samples of prose and of code in turn."""
     prose = texts.load_prose(asked.prose)
-    name = _prose_name(asked.prose)
+    name = texts.prose_name(asked.prose)
     essays = texts.prose_samples(lab.tokenizer, prose, name, asked.samples, size)
     return runner.alternate(essays, texts.code_samples(lab.tokenizer, asked.samples, size))
-
-
-def _prose_name(path: Path | None) -> str:
-    return texts.ESSAYS_WHEEL if path is None else path.name
 
 
 def main() -> None:

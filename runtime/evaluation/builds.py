@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 import kvsift
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.eviction_model import eviction_model
+from kvsift.builder.families import tensor_shapes
 from kvsift.builder.package import Limits, ModelConfig, Policy, load_manifest
 from kvsift.builder.policies import resolve
 from kvsift.builder.states import STATES
@@ -73,6 +76,12 @@ def make_variant(config: ModelConfig, spec: Spec) -> Variant:
         return Variant(spec, policy, None)
     made = ir.to_proto(eviction_model(config, policy))
     return Variant(spec, policy, made.SerializeToString())
+
+
+def tensors(model: Path | None) -> dict[str, NDArray[np.float32]]:
+    """Return every weight of a model under its Hugging Face name."""
+    source = open_model(default_model() if model is None else model)
+    return {name: source.tensor(name) for name in tensor_shapes(source.config)}
 
 
 def recorded(lab: Lab, variants: Sequence[Variant]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _one(
     settings: Settings,
 ) -> dict[str, Any]:
     slot = lab.evict(variant, lab.budget(variant.policy, density), seed)
-    kept = slot.length
+    kept = round(slot.rows_held)
     found = []
     for part, at in enumerate(range(0, len(follow), settings.split)):
         logits = lab.force(variant, slot, follow[at : at + settings.split])

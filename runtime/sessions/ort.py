@@ -107,6 +107,11 @@ class OrtSession:
             raise EngineError(f"the step failed: {str(error).splitlines()[0]}") from error
         return StepOutput(logits, kept)
 
+    def release(self) -> None:
+        """Let go of the graph and of the caches' memory."""
+        self._bindings.clear()
+        self._session = None
+
     def _binding(self, cache: HostCache, batch: int) -> Any:
         """Return the binding of the first `batch` slots, whose cache memory is bound once."""
         known = self._bindings.setdefault(cache, {})
@@ -148,6 +153,9 @@ class OrtSession:
         binding.bind_ortvalue_output(names.KEEP, _shared(kept.keep))
         binding.bind_ortvalue_output(names.KEEP_LEN, _shared(kept.keep_len))
         binding.bind_ortvalue_output(names.COVERAGE, _shared(kept.coverage))
+        if self._manifest.trace_scores:
+            kept.scores = np.zeros(x.unit_ids.shape, np.float32)
+            binding.bind_ortvalue_output(names.SCORES, _shared(kept.scores))
         return kept if evictions else None
 
     def _no_evictions(self) -> Evictions:
