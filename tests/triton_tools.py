@@ -27,7 +27,7 @@ from kvsift.runtime.triton.repository import write_repository
 from kvsift.runtime.triton.server import TritonServer
 
 #: Seconds; generous, since a busy machine may stand still for a while.
-PATIENCE = 180.0
+PATIENCE = 20.0
 NUMPY = {
     "BOOL": (np.bool_, "BOOL"),
     "FP32": (np.float32, "FP32"),
@@ -37,7 +37,7 @@ NUMPY = {
 }
 #: An engine whose answers can be so long that a test may interrupt them.
 PACKAGE: dict[str, Any] = {
-    "model": "long",
+    "model": "deep",
     "limits": {"max_output": 6000},
     "options": {"block_size": 16, "min_budget_tokens": 0},
 }

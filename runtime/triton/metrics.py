@@ -7,6 +7,7 @@ others leave it notes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -143,25 +144,26 @@ class Metrics:
             if not going or time.monotonic() >= due:
                 self._show(metrics, shown)
                 due = time.monotonic() + _PERIOD_S
-        # Here and now: the process crashes in destructors that run when it ends.
-        metrics.clear()
-        self._families.clear()
 
     def _create(self) -> dict[tuple[str, str], Any]:
-        """Return each metric by its name and outcome."""
+        """Return each metric by its name and outcome.
+
+        They are never destroyed: that would withdraw the families under the metrics of the same
+        model loaded anew, and crash the server.
+        """
         made = {}
-        self._families = []  # the server withdraws a family that nothing holds
         for family in FAMILIES:
             parent = self._backend.MetricFamily(
                 name=family.name,
                 description=family.meaning,
                 kind=getattr(self._backend.MetricFamily, family.kind),
             )
-            self._families.append(parent)
+            _keep(parent)
             options = {"buckets": list(family.buckets)} if family.buckets else {}
             for outcome in OUTCOMES if family is REQUESTS else ("",):
                 labels = {"model": self._model} | ({"outcome": outcome} if outcome else {})
                 made[family.name, outcome] = parent.Metric(labels=labels, **options)
+                _keep(made[family.name, outcome])
         return made
 
     def _show(self, metrics: dict[tuple[str, str], Any], shown: dict[str, float]) -> None:
@@ -172,7 +174,14 @@ class Metrics:
                 continue
             value = float(getattr(stats, family.stat))
             more = value - shown[family.stat]
-            if more:
+            metric = metrics[family.name, ""]
+            if family.kind == "GAUGE":
+                metric.set(value)  # always: the same model, unloading, may have set it too
+            elif more:
                 shown[family.stat] = value
-                metric = metrics[family.name, ""]
-                metric.set(value) if family.kind == "GAUGE" else metric.increment(more)
+                metric.increment(more)
+
+
+def _keep(thing: object) -> None:
+    """Take a reference that is never given back."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
