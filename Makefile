@@ -65,7 +65,7 @@ test-parity: .venv-parity/.installed
 	$(PARITY_PY) -m pytest -m parity $(PYTEST_ARGS)
 
 test-triton: .venv-triton/.installed
-	$(TRITON_PY) -m pytest -m triton $(PYTEST_ARGS)
+	$(TRITON_PY) -m pytest -m triton tests/test_tritonserver*.py $(PYTEST_ARGS)
 
 test-quick: dev
 	$(PY) -m pytest -m "not parity and not triton and not slow" -n 2 --dist loadfile $(PYTEST_ARGS)

@@ -44,7 +44,8 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
             f"{limits.max_output}; lower it or rebuild"
         )
     budget = engine.budgets.units(len(ids), eviction, new_tokens, next_turn=talk is not None)
-    check_scratch(engine.manifest, len(ids), budget, talk.rows if talk else None)
+    guarded = eviction.min_coverage is not None
+    check_scratch(engine.manifest, len(ids), budget, talk.rows if talk else None, guarded)
     made = Sequence(
         index=index,
         prompt=ids,
@@ -60,7 +61,10 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
     )
     if engine.row_limits is not None:
         reach = min(model.max_positions, len(ids) + new_tokens)
+        if guarded and eviction.layer_budgets is not None:  # as far as the budget may rise
+            made.budget = engine.budgets.ceiling(len(ids), new_tokens)
         check_rows(engine.new_slot(made, 0, 0), engine.row_limits, reach)
+        made.budget = budget
     if name is not None:
         engine.conversations.claim(name, talk)
         made.holds_session = True

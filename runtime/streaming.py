@@ -44,26 +44,39 @@ def with_scratch(limits: Limits, policy: Policy, max_scratch: int | None) -> Lim
     return limits.model_copy(update={"max_scratch": scratch})
 
 
-def most_streamed(manifest: Manifest) -> int:
+def scratch_room(manifest: Manifest, guarded: bool) -> int:
+    """Return the rows of the scratch that prompts may fill.
+
+    A guardrail (`guarded`) tries budgets with a padding token, which a fixed scratch must hold.
+    """
+    spare = guarded and manifest.limits.max_scratch is not None
+    return scratch_tokens(manifest) - int(spare)
+
+
+def most_streamed(manifest: Manifest, guarded: bool) -> int:
     """Return the most tokens that a prompt longer than the scratch may keep: a chunk less."""
-    return scratch_tokens(manifest) - manifest.limits.chunk
+    return scratch_room(manifest, guarded) - manifest.limits.chunk
 
 
 def check_scratch(
-    manifest: Manifest, prompt_tokens: int, budget: int | None, held: HeldRows | None
+    manifest: Manifest,
+    prompt_tokens: int,
+    budget: int | None,
+    held: HeldRows | None,
+    guarded: bool,
 ) -> None:
     """Raise CapacityError if a prompt fits the scratch neither whole nor in a stream.
 
     `budget` in units; `held` is what an earlier turn has left of the prompt.
     """
-    policy, whole = manifest.policy, scratch_tokens(manifest)
+    policy, whole = manifest.policy, scratch_room(manifest, guarded)
     rows = prompt_tokens - (held.seen - held.longest if held else 0)
     if rows <= whole or not policy.evicts or (held is None and not policy.in_prefill):
         return
     tokens = rows if budget is None else budget * policy.block_size
-    if tokens > most_streamed(manifest):
+    if tokens > (most := most_streamed(manifest, guarded)):
         raise CapacityError(
             f"the prompt needs {rows} rows and streams through a scratch of {whole}, so it may "
-            f"keep at most {most_streamed(manifest)} tokens, and its budget is {tokens}; lower "
+            f"keep at most {most} tokens, and its budget is {tokens}; lower "
             "density or budget_tokens, or rebuild with a larger --max-scratch"
         )

@@ -79,13 +79,13 @@ def test_pins_and_needles_at_the_front_stay_in_a_stream(engines: Engines) -> Non
 
 
 def test_the_guardrail_leaves_room_for_the_next_chunk(engines: Engines) -> None:
-    engine = engine_of(engines, "nexus", {"max_output": 299})
+    engine = engine_of(engines, "nexus")
     (trace,) = run_and_inspect(engine, [request(600, 5, budget_tokens=64, min_coverage=0.999)])
     assert trace.result is not None
     assert trace.result.guardrail == "exhausted"
     assert trace.result.budget_raised_tokens > 0
-    assert len(trace.result.coverages) == 4
-    assert engine.scratch.capacity == 256 + 128  # a row more is asked for: a chunk
+    assert len(trace.result.coverages) == 5
+    assert engine.scratch.capacity <= 256
 
 
 def test_a_session_streams_what_its_scratch_cannot_hold(engines: Engines) -> None:
