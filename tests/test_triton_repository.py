@@ -30,7 +30,8 @@ def files(folder: Path) -> set[str]:
 
 
 def test_the_command_writes_a_whole_repository(package: Path, tmp_path: Path) -> None:
-    done = kvsift("triton", package, "-o", tmp_path / "models", "--max-batch", 3, "--threads", 1)
+    done = kvsift("triton", package, "-o", tmp_path / "models", "--max-batch", 3,
+                  "--kv-memory", "1GiB", "--session-ttl", 60)  # fmt: skip
     assert done.exit_code == 0, done.output
     model = tmp_path / "models" / "kvsift"
     engine = {f"1/engine/{name}" for name in files(package)}
@@ -39,6 +40,7 @@ def test_the_command_writes_a_whole_repository(package: Path, tmp_path: Path) ->
     assert weights.samefile(package / "model.data")
     text = (model / "config.pbtxt").read_text()
     assert 'key: "max_batch" value: { string_value: "3" }' in text
+    assert 'key: "kv_memory" value: { string_value: "1073741824" }' in text
     readme = (model / "README.md").read_text()
     assert "kvsift tritonserver models\n" in readme
     assert "/v2/models/kvsift/generate" in readme
@@ -94,7 +96,7 @@ def test_a_failure_leaves_the_repository_as_it_was(
 
 
 def test_settings_survive_the_configuration() -> None:
-    settings = Settings(max_batch=7, threads=None, max_queue=9)
+    settings = Settings(max_batch=7, kv_memory=2**33, threads=None, max_queue=9, session_ttl=60)
     text = config_text("m", settings, batched=True)
     rows = [line for line in text.splitlines() if line.startswith("parameters")]
     parsed = {row.split('"')[1]: {"string_value": row.split('"')[3]} for row in rows}
@@ -124,7 +126,7 @@ def test_every_input_reaches_the_request() -> None:
         temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
         presence_penalty=0.3, frequency_penalty=-0.2, seed=2**64 - 1, ignore_eos=True,
         return_log_probs=True, density=0.2, eviction_seed=3, pin=[0, 2, 5, 9],
-        return_eviction_stats=True,
+        return_eviction_stats=True, min_coverage=0.9, session_id="s", session_turn=2,
     )  # fmt: skip
     sampling, eviction = request.request.sampling, request.request.eviction
     assert (sampling.stop, sampling.bad_words, sampling.seed) == (("a",), ("b",), 2**64 - 1)
@@ -134,6 +136,7 @@ def test_every_input_reaches_the_request() -> None:
     assert (sampling.repetition_penalty, sampling.top_k, sampling.logprobs) == (1.1, 4, 0)
     assert (eviction.density, eviction.eviction_seed) == (0.2, 3)
     assert eviction.pin == ((0, 2), (5, 9))
+    assert (eviction.min_coverage, request.request.session_id, request.turn) == (0.9, "s", 2)
     assert (request.stream, request.stats, request.ids, request.echo) == (True, True, False, "hi")
     used = {"text_input", "input_ids", "random_seed", "budget_tokens", "exclude_input_in_output"}
     assert asked(input_ids=[1], budget_tokens=4).request.eviction.budget_tokens == 4

@@ -113,6 +113,7 @@ def test_one_response_holds_everything(server: TritonServer, engine: Engine, mod
         "num_input_tokens": expected.prompt_tokens,
         "num_output_tokens": len(expected.token_ids),
         "kept_tokens": expected.kept_tokens,
+        "cached_tokens": 0,
         "kv_bytes": expected.kv_bytes,
         "eviction_seed": expected.eviction_seed,
     }
@@ -149,8 +150,8 @@ def test_lists_seeds_and_pins(client: Client, engine: Engine) -> None:
     banned = solo(engine, asked | {"bad_words": bad})
     assert client.generate(**asked, **EXCLUDE, bad_words=bad)["text_output"] == banned.text
     assert banned.text != whole.text
-    pinned = solo(engine, asked | {"pin": [(20, 30), (40, 50)]})
-    answer = client.generate(**asked, **EXCLUDE, pin=[20, 30, 40, 50])
+    pinned = solo(engine, asked | {"pin": [(20, 30)], "density": 0.9})
+    answer = client.generate(**(asked | EXCLUDE | {"pin": [20, 30], "density": 0.9}))
     assert answer["text_output"] == pinned.text
     seed = 2**64 - 3
     asked.pop("seed")
@@ -183,7 +184,38 @@ def test_outputs_are_those_of_the_table(client: Client) -> None:
     answer = client.generate(
         input_ids=prompt(200), max_tokens=3, return_log_probs=True, return_eviction_stats=True
     )
-    assert set(answer) - {"model_name", "model_version"} == {field.name for field in OUTPUTS}
+    outputs = {field.name for field in OUTPUTS} - {"session_turn"}
+    assert set(answer) - {"model_name", "model_version"} == outputs
+
+
+def test_a_session_goes_on_where_it_was(client: Client, engine: Engine) -> None:
+    asked = {"max_tokens": 40, "ignore_eos": True, "seed": 3, "density": 0.3}
+    turns = [TEXT, " and then?", " tell me more"]
+    expected = [
+        engine.generate(
+            [Request(turn, SamplingParams(max_tokens=40, ignore_eos=True, seed=3),
+                     EvictionParams(density=0.3), session_id="solo")]
+        )[0]
+        for turn in turns
+    ]  # fmt: skip
+    for number, (turn, result) in enumerate(zip(turns, expected, strict=True), start=1):
+        values = asked | EXCLUDE | {"text_input": turn, "session_id": "mine"}
+        answer = client.generate(**values, session_turn=number, return_eviction_stats=True)
+        assert answer["text_output"] == result.text
+        assert answer["session_turn"] == result.session_turn == number
+        assert answer["cached_tokens"] == result.cached_tokens
+        assert answer["num_input_tokens"] == result.prompt_tokens
+    assert expected[-1].cached_tokens > 0
+
+
+def test_a_turn_that_is_not_next_is_refused(client: Client) -> None:
+    """So a conversation whose replica was lost does not begin anew without a word."""
+    for session, turn, words in (("new", 4, "has 0 turns here"), ("two", 1, "has 1 turns here")):
+        if session == "two":
+            client.generate(text_input=TEXT, max_tokens=2, session_id=session)
+        body = {"text_input": "x", "session_id": session, "session_turn": turn}
+        status, text = client.post("generate", body)
+        assert (status, words in text) == (400, True), text
 
 
 BAD = {
@@ -195,6 +227,8 @@ BAD = {
     "too long": ({"text_input": "x y " * 600}, "shorten it"),
     "empty": ({"text_input": ""}, "empty prompt"),
     "two prompts": ({"input_ids": [5]}, "got both; give one of them"),
+    "no session": ({"session_turn": 2}, "session_turn 2 is of no session"),
+    "long session": ({"session_id": "s" * 300}, "session_id must be a text of 1 to 256"),
     "token id": ({"text_input": None, "input_ids": [5, 9999]}, "token id 9999 is outside"),
 }
 

@@ -27,7 +27,7 @@ from kvsift.runtime.triton.repository import write_repository
 from kvsift.runtime.triton.server import TritonServer
 
 #: Seconds; generous, since a busy machine may stand still for a while.
-PATIENCE = 20.0
+PATIENCE = 180.0
 NUMPY = {
     "BOOL": (np.bool_, "BOOL"),
     "FP32": (np.float32, "FP32"),

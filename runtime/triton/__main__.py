@@ -26,10 +26,19 @@ def triton(
     max_batch: Annotated[
         int | None, typer.Option(help="Sequences at a time; default: the engine's.")
     ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Memory for KV caches, such as 2GiB; decides the batch.")
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Requests that may wait; more are refused.")
     ] = Settings.max_queue,
     threads: Annotated[int | None, typer.Option(help="Threads; default: one per core.")] = None,
+    session_memory: Annotated[
+        str | None, typer.Option(help="Memory for sessions between turns, such as 1GiB.")
+    ] = None,
+    session_ttl: Annotated[
+        int | None, typer.Option(help="Seconds that an unused session is kept; default: no limit.")
+    ] = None,
     batch_dimension: Annotated[
         bool,
         typer.Option(
@@ -46,14 +55,22 @@ def triton(
 ) -> None:
     """Write a model repository for Triton's python backend."""
     check_integer("max_queue", max_queue, 0, "it is the requests that may wait")
-    for option, value in (("max_batch", max_batch), ("threads", threads)):
+    counts = {"max_batch": max_batch, "threads": threads, "session_ttl": session_ttl}
+    for option, value in counts.items():
         if value is not None:
             check_integer(option, value, 1, "leave it out for the default")
     model = write_repository(
         engine,
         output,
         name=name,
-        settings=Settings(max_batch=max_batch, threads=threads, max_queue=max_queue),
+        settings=Settings(
+            max_batch=max_batch,
+            kv_memory=None if kv_memory is None else console.parse_size(kv_memory),
+            threads=threads,
+            max_queue=max_queue,
+            session_memory=None if session_memory is None else console.parse_size(session_memory),
+            session_ttl=session_ttl,
+        ),
         batched=batch_dimension,
         copy=copy,
         force=force,

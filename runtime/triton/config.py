@@ -17,14 +17,18 @@ ENGINE_FOLDER = "engine"
 class Settings:
     """What the model reads from `parameters`; None is the engine's or the runtime's default.
 
-    `engine_dir` is relative to the version folder. `max_batch` sequences run at a time, `max_queue`
-    requests may wait.
+    `engine_dir` is relative to the version folder. `max_batch` sequences run at a time, or as many
+    as fit in `kv_memory` bytes; `max_queue` requests may wait. Sessions between turns take up to
+    `session_memory` bytes, each for `session_ttl` seconds.
     """
 
     engine_dir: str = ENGINE_FOLDER
     max_batch: int | None = None
+    kv_memory: int | None = None
     threads: int | None = None
     max_queue: int = 256
+    session_memory: int | None = None
+    session_ttl: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:

@@ -42,7 +42,10 @@ INPUTS = (
     Field("exclude_input_in_output", "BOOL", "leave the prompt out of an unstreamed text_output"),
     Field("density", "FP32", "share of the prompt to keep; default: the engine's"),
     Field("budget_tokens", "INT32", "tokens to keep, instead of density"),
+    Field("min_coverage", "FP32", "raise the budget until evictions keep this share of the score"),
     Field("eviction_seed", "UINT64", "seed of policies that draw; default: the sampling seed"),
+    Field("session_id", "STRING", "go on from what this session has said; a new id begins one"),
+    Field("session_turn", "INT32", "refuse unless this is the session's next turn; the first is 1"),
     Field("pin", "INT32", "prompt tokens never evicted: start, end, start, end ...", many=True),
     Field("return_eviction_stats", "BOOL", "return what was kept and what it takes"),
 )
@@ -53,10 +56,12 @@ OUTPUTS = (
     Field("finish_reason", "STRING", "stop or length"),
     Field("num_input_tokens", "UINT32", "tokens of the prompt"),
     Field("num_output_tokens", "UINT32", "tokens of the answer"),
+    Field("session_turn", "INT32", "number of the session's turn"),
     Field("output_ids", "INT32", "the answer's token ids, where input_ids was given", many=True),
     Field("log_probs", "FP32", "natural log of each token's probability", many=True),
     Field("kept_tokens", "INT32", "tokens in the cache at the end"),
     Field("kv_bytes", "INT64", "bytes of the cache that they take"),
     Field("coverage", "FP32", "share of the score that was kept; absent where undefined"),
+    Field("cached_tokens", "INT32", "prompt tokens that were not read anew"),
     Field("eviction_seed", "UINT64", "the seed that was used"),
 )

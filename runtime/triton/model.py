@@ -23,7 +23,15 @@ from kvsift.runtime.ticket import Ticket
 from kvsift.runtime.triton.config import Settings
 from kvsift.runtime.triton.fields import INPUTS
 from kvsift.runtime.triton.metrics import Metrics
-from kvsift.runtime.triton.requests import Asked, NoPromptError, last, parse, piece, tensors
+from kvsift.runtime.triton.requests import (
+    Asked,
+    NoPromptError,
+    check_turn,
+    last,
+    parse,
+    piece,
+    tensors,
+)
 
 #: Seconds between two looks at whether a client has gone.
 _WATCH_S = 0.1
@@ -43,8 +51,12 @@ class TritonPythonModel:
             engine = Engine(
                 version / settings.engine_dir,
                 max_batch=settings.max_batch,
+                kv_memory=settings.kv_memory,
                 threads=settings.threads,
             )
+            engine.conversations.ttl_s = settings.session_ttl
+            if settings.session_memory is not None:
+                engine.conversations.max_bytes = settings.session_memory
             self.scheduler = Scheduler(engine, max_queue=settings.max_queue)
         except KvsiftError as error:
             raise pb.TritonModelException(str(error)) from None
@@ -62,6 +74,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 asked = parse(_inputs(request), json.loads(request.parameters() or "{}"))
+                check_turn(asked, self.scheduler.engine.conversations)
                 ticket = self.scheduler.submit(asked.request)
             except Exception as error:
                 if not isinstance(error, NoPromptError):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import UsageError, unknown_name
+from kvsift.builder.errors import SessionError, UsageError, unknown_name
+from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.request import Request
 from kvsift.runtime.results import GenerationResult
@@ -45,6 +46,8 @@ class Asked:
     stream: bool
     #: Put before the text of an answer in one piece.
     echo: str
+    #: Which turn of its session the client takes this for.
+    turn: int | None
     stats: bool
     ids: bool
 
@@ -67,6 +70,9 @@ def parse(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Asked
         raise UsageError(f"{where} both; give one of them")
     if "random_seed" in values:
         values.setdefault("seed", values.pop("random_seed"))
+    session, turn = values.pop("session_id", None), values.pop("session_turn", None)
+    if turn is not None and session is None:
+        raise UsageError(f"session_turn {turn} is of no session; give session_id, too")
     if "pin" in values:
         values["pin"] = _spans(values["pin"])
     sampling: dict[str, Any] = {"logprobs": 0 if flags["return_log_probs"] else None}
@@ -76,13 +82,34 @@ def parse(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Asked
         (eviction if name in EvictionParams.__dataclass_fields__ else sampling)[name] = value
     return Asked(
         Request(
-            text if ids is None else ids, SamplingParams(**sampling), EvictionParams(**eviction)
+            text if ids is None else ids,
+            SamplingParams(**sampling),
+            EvictionParams(**eviction),
+            session_id=session,
         ),
         stream=flags["stream"],
         echo="" if text is None or flags["exclude_input_in_output"] else text,
+        turn=turn,
         stats=flags["return_eviction_stats"],
         ids=ids is not None,
     )
+
+
+def check_turn(asked: Asked, conversations: Conversations) -> None:
+    """Raise SessionError unless this is the next turn of its session, where the client says so.
+
+    Else a session that another replica held, or this one before it was restarted, would begin anew
+    without a word.
+    """
+    if asked.turn is None or asked.request.session_id is None:
+        return
+    talk = conversations.find(asked.request.session_id)
+    turns = 0 if talk is None else talk.turns
+    if asked.turn != turns + 1:
+        raise SessionError(
+            f"session {asked.request.session_id!r} has {turns} turns here, so turn {asked.turn} is "
+            "not its next; begin a session with session_turn 1 and tell the whole conversation"
+        )
 
 
 def piece(text: str) -> dict[str, Any]:
@@ -98,6 +125,8 @@ def last(asked: Asked, text: str, result: GenerationResult) -> dict[str, Any]:
         "num_input_tokens": result.prompt_tokens,
         "num_output_tokens": len(result.token_ids),
     }
+    if result.session_turn is not None:
+        outputs["session_turn"] = result.session_turn
     if asked.ids:
         outputs["output_ids"] = list(result.token_ids)
     if result.logprobs is not None:
@@ -105,6 +134,7 @@ def last(asked: Asked, text: str, result: GenerationResult) -> dict[str, Any]:
     if asked.stats:
         outputs["kept_tokens"] = result.kept_tokens
         outputs["kv_bytes"] = result.kv_bytes
+        outputs["cached_tokens"] = result.cached_tokens
         outputs["eviction_seed"] = result.eviction_seed
         if result.coverage is not None:
             outputs["coverage"] = result.coverage
