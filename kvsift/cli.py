@@ -49,6 +49,13 @@ MinCoverage = Annotated[
     float | None,
     typer.Option(help="Raise the budget until evictions keep this share of the attention mass."),
 ]
+Shares = Annotated[
+    str | None,
+    typer.Option(metavar="WEIGHTS", help="Shares of the layers, such as 3,2,1, or pyramid."),
+]
+HeadShares = Annotated[
+    str | None, typer.Option(metavar="WEIGHTS", help="Shares of a layer's KV heads, such as 2,1.")
+]
 KvMemory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Most memory of all KV caches, such as 2GiB."),
@@ -101,6 +108,8 @@ def generate(
     ] = None,
     pin_role: PinRole = None,
     min_coverage: MinCoverage = None,
+    layer_budgets: Shares = None,
+    head_budgets: HeadShares = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write what evictions keep to a file; see kvsift trace.")
     ] = None,
@@ -156,6 +165,8 @@ def generate(
         eviction_seed=eviction_seed,
         pin=[console.parse_span(text) for text in pin or ()],
         min_coverage=min_coverage,
+        layer_budgets=console.parse_weights("--layer-budgets", layer_budgets),
+        head_budgets=console.parse_weights("--head-budgets", head_budgets),
     )
     text = console.read_prompt(prompt, prompt_file)
     llm = _load(engine, threads, kv_memory, verify)

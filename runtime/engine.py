@@ -68,6 +68,8 @@ class Engine:
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
         check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        #: Whether memory is bounded: no cache may grow beyond what was planned.
+        self.bounded = kv_memory is not None
         #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
         self.row_limits: list[int] | None = None
         if kv_memory is not None:
