@@ -44,8 +44,6 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
             f"{limits.max_output}; lower it or rebuild"
         )
     budget = engine.budgets.units(len(ids), eviction, new_tokens, next_turn=talk is not None)
-    guarded = eviction.min_coverage is not None
-    check_scratch(engine.manifest, len(ids), budget, talk.rows if talk else None, guarded)
     made = Sequence(
         index=index,
         prompt=ids,
@@ -58,6 +56,16 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
         max_positions=model.max_positions,
         session_id=name,
         conversation=talk,
+    )
+    guarded = made.guardrail is not None
+    rows = len(ids) - (talk.rows.seen - talk.rows.longest if talk else 0)
+    check_scratch(
+        engine.manifest,
+        engine.new_slot(made, 0, 0),
+        rows,
+        turn=talk is not None,
+        guarded=guarded,
+        bounded=engine.bounded,
     )
     if engine.row_limits is not None:
         reach = min(model.max_positions, len(ids) + new_tokens)

@@ -108,6 +108,25 @@ def test_a_budget_beyond_the_scratch_is_refused(engines: Engines) -> None:
     assert engine.generate([request(200, 5, budget_tokens=136)])[0].budget_tokens == 136
 
 
+def test_a_scratch_in_bounded_memory_does_not_grow(engines: Engines) -> None:
+    free = engines("full", limits={"max_input": 128, "max_output": 300})
+    bounded = Engine(free.directory, threads=1, kv_memory=1 << 30, max_batch=1)
+    asked = [replace(request(100, 20), session_id="g"), replace(request(90, 20), session_id="g")]
+    for engine in (free, bounded):
+        engine.generate(asked[:1])
+    assert free.generate(asked[1:])[0].prompt_tokens == 210
+    with pytest.raises(CapacityError, match=r"take a scratch of 338 rows, and kv_memory .* of 128"):
+        bounded.generate(asked[1:])
+    assert bounded.scratch.capacity == 128
+    heads = engine_of(engines, "adakv-both")  # a head may win twice its budget
+    tight = Engine(heads.directory, threads=1, kv_memory=1 << 30, max_batch=1)
+    ask = request(600, 5, budget_tokens=96)
+    assert heads.generate([ask])[0].budget_tokens == 96
+    with pytest.raises(CapacityError, match=r"take a scratch of 320 rows"):
+        tight.generate([ask])
+    assert tight.generate([request(600, 5, budget_tokens=64)])[0].budget_tokens == 64
+
+
 def test_build_checks_the_scratch(engines: Engines, tmp_path: Any) -> None:
     model = engines.model("tiny")
     small = ("--max-input", "600", "--chunk", "128", "-o", tmp_path / "e")
