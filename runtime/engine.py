@@ -73,7 +73,7 @@ class Engine:
         #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
         self.row_limits: list[int] | None = None
         if kv_memory is not None:
-            check_integer("kv_memory", kv_memory, 1, "it is bytes for all KV caches, the scratch's")
+            check_integer("kv_memory", kv_memory, 1, "it is the bytes of slots and scratch")
             fixed = self.manifest.tensorrt is not None or max_batch is not None
             most = self.max_batch if fixed else MAX_SLOTS
             self.max_batch = slots_in(self.manifest, kv_memory, most)
