@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvsift.runtime.engine import Engine
 from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.sizes import cache_bytes, row_tokens, scratch_tokens, sizes
 
+PARTS = {"full": {}, **POLICIES}
 UNEVEN = ["adakv-both", "nestedkv-both", "nexus-heads", "pyramidkv-both", "nexus-layers", "adakv"]
 
 
@@ -56,6 +58,18 @@ def test_memory_decides_the_slots(engines: Engines, name: str) -> None:
     need = told.scratch + told.slot
     with pytest.raises(CapacityError, match=f"one sequence needs {need}: {told.slot} for its slot"):
         Engine(package, kv_memory=need - 1, threads=1)
+
+
+@pytest.mark.parametrize("name", ["full", "nexus", "nexus-prefill"])
+def test_later_turns_stay_within_the_memory(engines: Engines, name: str) -> None:
+    limits = {"density": 1.0} if name == "full" else {}
+    package = engines.package(name.split("-")[0], limits=limits, **PARTS[name])
+    told = sizes(Engine(package, max_batch=1, threads=1).manifest)
+    engine = Engine(package, kv_memory=told.scratch + told.slot, threads=1)
+    for tokens, new in ((500, 90), (150, 40), (100, 10)):
+        engine.generate([dataclasses.replace(request(tokens, new), session_id="s")])
+    assert taken(engine.cache) == told.slot
+    assert taken(engine.scratch) <= told.scratch
 
 
 @pytest.mark.parametrize("name", UNEVEN)
