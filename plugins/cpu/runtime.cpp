@@ -31,6 +31,11 @@ __attribute__((visibility("default"))) void cudacpu_set_schedule(std::uint64_t s
 __attribute__((visibility("default"))) std::uint64_t cudacpu_launches() {
   return cudacpu::last_error().launches;
 }
+// Counts the 16-byte loads of an array from now on; null ends it.
+__attribute__((visibility("default"))) void cudacpu_watch(const void* base, std::size_t bytes,
+                                                          std::uint32_t* counts) {
+  cudacpu::watch() = {reinterpret_cast<std::uintptr_t>(base), bytes, counts};
+}
 
 }  // extern "C"
 

@@ -70,6 +70,7 @@ struct Pair<__nv_bfloat16> {
 // One load of 16 bytes that nobody writes during the kernel, as floats.
 template <class T>
 __device__ __forceinline__ void load16(const T* from, float (&to)[kVector<T>]) {
+  KVSIFT_ON_LOAD(from);
   if constexpr (sizeof(T) == 4) {
     const float4 v = __ldg(reinterpret_cast<const float4*>(from));
     to[0] = v.x;
