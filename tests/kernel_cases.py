@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,26 @@ class Hooks:
         self._lib = ctypes.CDLL(str(path))
         self._lib.cudacpu_set_schedule.argtypes = [ctypes.c_uint64]
         self._lib.cudacpu_launches.restype = ctypes.c_uint64
+        pointers = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        self._lib.cudacpu_watch.argtypes = pointers
 
     def schedule(self, seed: int) -> None:
         self._lib.cudacpu_set_schedule(seed)
 
     def launches(self) -> int:
         return int(self._lib.cudacpu_launches())
+
+    @contextmanager
+    def loads_of(self, array: Array) -> Iterator[Array]:
+        """Count the loads of each 16 bytes of an array while the context is open."""
+        assert array.flags.c_contiguous
+        assert array.nbytes % 16 == 0
+        counts = np.zeros(array.nbytes // 16, np.uint32)
+        self._lib.cudacpu_watch(array.ctypes.data, array.nbytes, counts.ctypes.data)
+        try:
+            yield counts
+        finally:
+            self._lib.cudacpu_watch(None, 0, None)
 
 
 def has_floats(op: str) -> bool:

@@ -30,6 +30,8 @@ struct Head {
                                              int g) const {
     return {all ? all + (std::int64_t{b} * a.Hkv + g) * in.rows * a.C : nullptr, a.C};
   }
+  // A slot without new tokens has no keys to read.
+  __device__ __forceinline__ int read_end() const { return causal.used > 0 ? end : 0; }
   __device__ __forceinline__ int position(int t) const { return t < end ? t : kNowhere; }
 };
 
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kTileThreads, 3)
   const Head<T> head(a, queries, b, g);
   row_log_sums(
       shared, head.in, key, head.causal, head.kept(a, kept, b, g), first,
-      min(head.end, first + kTileChunk), [&](int t) { return head.position(t); },
+      min(head.read_end(), first + kTileChunk), [&](int t) { return head.position(t); },
       [](int t) { return t; },
       parts + (std::int64_t{b} * a.Hkv + g) * head.in.rows * gridDim.x + blockIdx.x, gridDim.x);
 }
@@ -63,11 +65,11 @@ __global__ void __launch_bounds__(kTileThreads, 3)
   log_sums += (std::int64_t{b} * a.Hkv + g) * rows;
 
   put_positions(shared, a.D, first_token, [&](int t) { return head.position(t); });
-  if (!logits.at && rows > 0 && first_token < head.end) {
+  if (!logits.at && rows > 0 && first_token < head.read_end()) {
     load_keys(shared, head.in, key, first_token);
   }
   float sum = 0.0f;
-  for (int row = 0; row < rows && first_token < head.end; row += kTileRows) {
+  for (int row = 0; row < rows && first_token < head.read_end(); row += kTileRows) {
     if (head.causal.highest(row, rows) < first_token) continue;
     tile_shares(shared, head.in, key, head.causal, logits, log_sums, row, first_token, shares);
     for (int r = 0; r < kTileRows && token < tokens; ++r) sum += shares[r][token];
