@@ -57,11 +57,14 @@ extern unsigned char __stop_cudacpu_shared[] __attribute__((weak, visibility("hi
 
 namespace cudacpu {
 
-// The error that cudaGetLastError hands out next, what the kernel did, and kernels launched so far.
+// The error that cudaGetLastError hands out next, what the kernel did, kernels launched so far,
+// and, where a test asks for it, a line for each: the kernel, its blocks and its threads a block.
 struct LastError {
   cudaError_t code = cudaSuccess;
   std::string message;
   std::uint64_t launches = 0;
+  bool logs = false;
+  std::string log;
 };
 inline LastError& last_error() {
   static LastError error;
@@ -152,10 +155,16 @@ void run_grid(dim3 grid, dim3 block, std::size_t dynamic_bytes, std::size_t most
 
 // As a launch on a stream that has run: errors wait for cudaGetLastError, and nothing more runs.
 template <class F>
-void launch(dim3 grid, dim3 block, std::size_t dynamic_bytes, std::size_t most, F&& body) {
+void launch(const char* kernel, dim3 grid, dim3 block, std::size_t dynamic_bytes, std::size_t most,
+            F&& body) {
   LastError& last = last_error();
   if (last.code != cudaSuccess) return;
   ++last.launches;
+  if (last.logs) {
+    last.log += std::string(kernel) + " " +
+                std::to_string(std::uint64_t{grid.x} * grid.y * grid.z) + " " +
+                std::to_string(block.x * block.y * block.z) + "\n";
+  }
   try {
     run_grid(grid, block, dynamic_bytes, most, body);
   } catch (const std::exception& error) {
@@ -171,7 +180,7 @@ void launch(dim3 grid, dim3 block, std::size_t dynamic_bytes, std::size_t most, 
 #define CUDACPU_LAUNCH(most, kernel, grid, block, dynamic_bytes, stream, ...) \
   do {                                                                        \
     (void)(stream);                                                           \
-    cudacpu::launch((grid), (block), (dynamic_bytes), (most),                 \
+    cudacpu::launch(#kernel, (grid), (block), (dynamic_bytes), (most),        \
                     [&] { CUDACPU_UNPAREN kernel(__VA_ARGS__); });            \
   } while (0)
 // Most dynamic shared memory of any launch, and of one that has asked for more: what is left of

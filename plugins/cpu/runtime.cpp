@@ -11,6 +11,11 @@ cudaError_t cudaGetLastError() {
   return code;
 }
 
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
 const char* cudaGetErrorString(cudaError_t code) {
   switch (code) {
     case cudaSuccess:
@@ -30,6 +35,14 @@ __attribute__((visibility("default"))) void cudacpu_set_schedule(std::uint64_t s
 }
 __attribute__((visibility("default"))) std::uint64_t cudacpu_launches() {
   return cudacpu::last_error().launches;
+}
+// Lists the launches from now on; returns those since the last call.
+__attribute__((visibility("default"))) const char* cudacpu_launch_log(int go_on) {
+  static std::string log;
+  log.swap(cudacpu::last_error().log);
+  cudacpu::last_error().log.clear();
+  cudacpu::last_error().logs = go_on != 0;
+  return log.c_str();
 }
 // Counts the 16-byte loads of an array from now on; null ends it.
 __attribute__((visibility("default"))) void cudacpu_watch(const void* base, std::size_t bytes,

@@ -72,18 +72,15 @@ cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t 
   });
 }
 
-cudaError_t sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N,
-                       cudaStream_t stream) {
+void sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N, cudaStream_t stream) {
   KERNEL_LAUNCH((chunk_log_sums), dim3(static_cast<unsigned>(rows), ceil_div(N, kChunk)), kThreads,
                 0, stream, N, logits, parts);
-  return cudaGetLastError();
 }
 
-cudaError_t merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
-                           cudaStream_t stream) {
+void merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
+                    cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(ceil_div(n, std::int64_t{kThreads / kWarpSize}));
   KERNEL_LAUNCH((merge), blocks, kThreads, 0, stream, parts, log_sums, n, chunks);
-  return cudaGetLastError();
 }
 
 }  // namespace kvsift::kernels

@@ -326,11 +326,10 @@ struct SpreadArgs {
 cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t stream);
 
 // parts [rows, chunks of N] of logits [rows, N].
-cudaError_t sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N,
-                       cudaStream_t stream);
+void sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N, cudaStream_t stream);
 
 // log_sums [n] of parts [n, chunks], merged in a fixed order.
-cudaError_t merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
-                           cudaStream_t stream);
+void merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
+                    cudaStream_t stream);
 
 }  // namespace kvsift::kernels
