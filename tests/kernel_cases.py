@@ -48,12 +48,28 @@ class Hooks:
         self._lib.cudacpu_launches.restype = ctypes.c_uint64
         pointers = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
         self._lib.cudacpu_watch.argtypes = pointers
+        self._lib.cudacpu_list_launches.restype = ctypes.c_char_p
 
     def schedule(self, seed: int) -> None:
         self._lib.cudacpu_set_schedule(seed)
 
     def launches(self) -> int:
         return int(self._lib.cudacpu_launches())
+
+    @contextmanager
+    def listing(self) -> Iterator[list[tuple[str, int, int]]]:
+        """List kernels instead of running them while the context is open.
+
+        Once it is closed the list has each kernel's name, blocks, and threads a block.
+        """
+        listed: list[tuple[str, int, int]] = []
+        self._lib.cudacpu_list_launches(1)
+        try:
+            yield listed
+        finally:
+            for line in self._lib.cudacpu_list_launches(0).decode().splitlines():
+                name, blocks, threads = line.rsplit(" ", 2)
+                listed.append((name, int(blocks), int(threads)))
 
     @contextmanager
     def loads_of(self, array: Array) -> Iterator[Array]:

@@ -63,7 +63,7 @@ struct LastError {
   cudaError_t code = cudaSuccess;
   std::string message;
   std::uint64_t launches = 0;
-  bool logs = false;
+  bool lists = false;
   std::string log;
 };
 inline LastError& last_error() {
@@ -160,10 +160,11 @@ void launch(const char* kernel, dim3 grid, dim3 block, std::size_t dynamic_bytes
   LastError& last = last_error();
   if (last.code != cudaSuccess) return;
   ++last.launches;
-  if (last.logs) {
+  if (last.lists) {
     last.log += std::string(kernel) + " " +
                 std::to_string(std::uint64_t{grid.x} * grid.y * grid.z) + " " +
                 std::to_string(block.x * block.y * block.z) + "\n";
+    return;
   }
   try {
     run_grid(grid, block, dynamic_bytes, most, body);

@@ -12,7 +12,7 @@ cudaError_t cudaGetLastError() {
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
-  std::memset(to, value, bytes);
+  if (!cudacpu::last_error().lists) std::memset(to, value, bytes);
   return cudaSuccess;
 }
 
@@ -36,12 +36,12 @@ __attribute__((visibility("default"))) void cudacpu_set_schedule(std::uint64_t s
 __attribute__((visibility("default"))) std::uint64_t cudacpu_launches() {
   return cudacpu::last_error().launches;
 }
-// Lists the launches from now on; returns those since the last call.
-__attribute__((visibility("default"))) const char* cudacpu_launch_log(int go_on) {
+// From now on lists launches instead of running them, or runs them; returns those listed.
+__attribute__((visibility("default"))) const char* cudacpu_list_launches(int lists) {
   static std::string log;
   log.swap(cudacpu::last_error().log);
   cudacpu::last_error().log.clear();
-  cudacpu::last_error().logs = go_on != 0;
+  cudacpu::last_error().lists = lists != 0;
   return log.c_str();
 }
 // Counts the 16-byte loads of an array from now on; null ends it.

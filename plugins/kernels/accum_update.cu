@@ -89,7 +89,8 @@ bool keeps(const AccumUpdateArgs& a) {
 
 std::size_t accum_update_workspace(const AccumUpdateArgs& a) {
   const std::size_t rows = std::size_t{1} * a.B * a.Hq * a.S;
-  const std::size_t kept = keeps(a) ? sizeof(float) * rows * a.C : 0;
+  const std::size_t kept =
+      sizeof(float) * a.B * a.C * most_kept_rows(a.dtype, a.Hq * a.S, a.Hkv, a.D);
   return kept + rows * (sizeof(float) * (a.D + 1) + sizeof(LogSum) * ceil_div(a.C, kTileChunk));
 }
 

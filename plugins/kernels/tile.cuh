@@ -238,6 +238,13 @@ inline bool keeps_logits(FloatType type, int rows, int D) {
   return 2 * sizeof(float) * rows <= D * float_size(type);
 }
 
+// Most query rows of a slot whose logits are kept at these sizes or smaller ones: fewer queries may
+// keep theirs where many do not.
+inline std::size_t most_kept_rows(FloatType type, std::size_t rows, int heads, int D) {
+  const std::size_t most = heads * (D * float_size(type) / (2 * sizeof(float)));
+  return rows < most ? rows : most;
+}
+
 // Logits [rows, N] of one KV head, kept from one kernel to the next; null if they are not.
 struct KeptLogits {
   float* at;

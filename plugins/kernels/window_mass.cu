@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
 std::size_t window_mass_workspace(const WindowMassArgs& a) {
   const Layout layout = layout_of(a);
   const std::size_t rows = std::size_t{1} * a.E * layout.heads * a.W;
-  return rows * (sizeof(float) * (a.D + a.N) + sizeof(LogSum) * layout.chunks) + 16;
+  return rows * (sizeof(float) * (a.D + a.N) + sizeof(LogSum) * layout.chunks);
 }
 
 cudaError_t window_mass(const WindowMassArgs& args, void* workspace, cudaStream_t stream) {

@@ -136,7 +136,9 @@ Space space_of(const WindowScoreArgs& a) {
 std::size_t window_score_workspace(const WindowScoreArgs& a) {
   const Space space = space_of(a);
   return sizeof(LogSum) * space.parts +
-         sizeof(float) * (space.queries + space.log_sums + space.paid + space.kept);
+         sizeof(float) *
+             (space.queries + space.log_sums + space.paid +
+              std::size_t{1} * a.E * a.N * most_kept_rows(a.dtype, a.Hq * a.W, a.Hkv, a.D));
 }
 
 cudaError_t window_score(const WindowScoreArgs& args, void* workspace, cudaStream_t stream) {
