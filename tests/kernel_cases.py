@@ -116,6 +116,20 @@ def long_case(op: str) -> Case:
     return Case(op, "large", attrs, sizes, lens=lens, seen=lens, budget=LARGE // 5, new=(2,))
 
 
+def several_tiles(op: str) -> Case:
+    """The op where blocks take several turns and share a row, at few tokens."""
+    attrs = ops.TABLE[op].defaults()
+    attrs |= {"block_size": 100} if op == "WindowMass" else {}
+    attrs |= {"window": 20} if op == "NestedKVScore" else {}
+    tokens = 9000 if "Select" in op else 2000 if op == "NexusScore" else 150
+    block = int(attrs.get("block_size", 1))
+    units = -(-tokens // block) if op == "WindowMass" else tokens
+    sizes = ONE | {"Hq": 4, "W": 10, "S": 10, "D": 128, "Dh": 64, "N": units, "C": tokens}
+    seen = tokens if op == "WindowMass" else tokens * block
+    lens = (tokens - 12,) if op == "AccumUpdate" else (seen,)
+    return Case(op, "tiles", attrs, sizes, lens=lens, seen=(seen,), budget=tokens // 3, new=(10,))
+
+
 def check(
     op: str, attrs: Mapping[str, ops.Value], inputs: Mapping[str, Array], got: list[Any]
 ) -> None:
