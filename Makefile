@@ -82,7 +82,9 @@ mypy: dev
 	@rm -rf build/mypy/kvsift && mkdir -p build/mypy/kvsift
 	@cd build/mypy/kvsift && ln -s ../../../kvsift/*.py ../../../kvsift/py.typed \
 	  ../../../builder ../../../runtime .
-	cd build/mypy && MYPYPATH=. ../../$(PY) -m mypy --config-file ../../pyproject.toml -p kvsift
+	$(PY) scripts/fetch_tensorrt.py stubs
+	cd build/mypy && MYPYPATH=.:../tensorrt/stubs \
+	  ../../$(PY) -m mypy --config-file ../../pyproject.toml -p kvsift
 	cd build/mypy && MYPYPATH=. ../../$(PY) -m mypy --config-file ../../pyproject.toml \
 	  ../../scripts/*.py
 
@@ -107,7 +109,7 @@ dev: .venv/.dev
 	@touch $@
 
 .venv/.dev: .venv/.installed
-	$(PY) $(PIP_INSTALL) $(EDITABLE) '.[test,lint,cuda-cpu-test]'
+	$(PY) $(PIP_INSTALL) $(EDITABLE) '.[test,lint,plot,cuda-cpu-test]'
 	@touch $@
 
 # An environment of its own: the other tests must pass where torch is absent, and kvpress holds

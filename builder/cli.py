@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
-import re
-from enum import Enum
+import dataclasses
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvsift.builder.errors import UsageError, unknown_name
-from kvsift.builder.families import ModelConfig
-from kvsift.builder.package import Limits
+from kvsift.builder.choices import (
+    DEFAULT_OUTPUT,
+    AttentionForm,
+    Dtype,
+    Quantize,
+    Scope,
+    checked_limits,
+    default_name,
+)
+from kvsift.builder.errors import UsageError
 from kvsift.builder.policies import PRESETS, SCORERS, resolve
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.policies.selectors import SELECTORS
-from kvsift.builder.progress import progress_bar, terminable
-from kvsift.builder.targets.ort import BuildOptions, build, estimate_bytes
+from kvsift.builder.progress import progress_bars, terminable
+from kvsift.builder.targets import dispatch
+from kvsift.builder.targets.common import BuildOptions, estimate_bytes
 from kvsift.builder.weights import default_model, open_model
 from kvsift.runtime import console
 from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.report import print_report
 from kvsift.runtime.seeds import check_seed
+from kvsift.runtime.sizes import planned_slot_tokens
+from kvsift.runtime.streaming import with_scratch
 
 DEFAULT_DENSITY = 0.2
-DEFAULT_OUTPUT = 1024
-TARGETS = ("auto", "ort", "tensorrt", "tensorrt-rtx")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-class Scope(str, Enum):
-    """Where a policy evicts."""
-
-    prefill = "prefill"
-    decode = "decode"
-    both = "both"
-
-
-class Quantize(str, Enum):
-    """Weight formats."""
-
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class AttentionForm(str, Enum):
-    """Forms of the attention in the graph."""
-
-    auto = "auto"
-    gqa = "gqa"
-    portable = "portable"
-
-
-class Dtype(str, Enum):
-    """Types of activations and caches."""
-
-    float32 = "float32"
 
 
 def _list_policies(show: bool) -> None:
@@ -132,9 +110,26 @@ def build_engine(
         Scope | None, typer.Option(help="Where to evict; default: the policy's.")
     ] = None,
     target: Annotated[
-        str, typer.Option(help="auto or ort (ONNX Runtime on the CPU).", metavar="TARGET")
+        str,
+        typer.Option(
+            help="ort (ONNX Runtime on the CPU), tensorrt (NVIDIA GPUs), tensorrt-rtx (a check "
+            "without a GPU), or auto: tensorrt where it can be built, else ort.",
+            metavar="TARGET",
+        ),
     ] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="Type of activations and caches.")] = Dtype.float32,
+    onnx_only: Annotated[
+        bool,
+        typer.Option(
+            "--onnx-only",
+            help="TensorRT: stop before the engine, which trtexec.sh in the package then makes.",
+        ),
+    ] = False,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Type of weights, activations and caches; default: float32, TensorRT bfloat16."
+        ),
+    ] = None,
     quantize: Annotated[
         Quantize, typer.Option(help="Weight-only quantisation of the matrices.")
     ] = Quantize.none,
@@ -146,6 +141,12 @@ def build_engine(
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", hidden=True)] = 1024,
+    max_scratch: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the scratch, for prompts that are longer: they evict on the way."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of requests that name none, 64 bits.")] = 0,
     attention: Annotated[
         AttentionForm,
@@ -162,9 +163,14 @@ def build_engine(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for 'sequences that fit', such as 8GiB; default: what is free here.",
+            help="Memory of KV caches for 'sequences that fit', such as 8GiB; default: what is "
+            "free here.",
         ),
     ] = None,
+    trace_scores: Annotated[
+        bool,
+        typer.Option("--trace-scores", help="Let traces hold every unit's score: for debugging."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = False,
     list_policies: Annotated[
         bool,
@@ -183,7 +189,11 @@ def build_engine(
     writes a directory that `kvsift generate` runs.
     """
     memory = None if kv_memory is None else console.parse_size(kv_memory)
-    backend = _target(target)
+    given = BuildOptions(
+        quantize=quantize.value,
+        attention=None if attention is AttentionForm.auto else attention.value,
+    )
+    backend = dispatch.choose(target, given, onnx_only)
     policy = resolve(
         eviction,
         scorer=scorer,
@@ -195,30 +205,38 @@ def build_engine(
     check_seed("--seed", seed)
     path = Path(model).expanduser() if model is not None else default_model()
     source = open_model(path)
-    limits = _limits(source.config, policy, max_input, max_output, max_batch, chunk, kept, most)
-    directory = (output or Path(_default_name(path, policy, kept))).expanduser()
-    options = BuildOptions(
-        quantize=quantize.value,
-        attention=None if attention is AttentionForm.auto else attention.value,
+    limits = checked_limits(
+        source.config, policy, max_input, max_output, max_batch, chunk, kept, most
+    )
+    limits = with_scratch(limits, policy, max_scratch)
+    directory = (output or Path(default_name(path, policy, kept))).expanduser()
+    options = dataclasses.replace(
+        given,
+        dtype=dispatch.DTYPES[backend] if dtype is None else dtype.value,
         all_logits=all_logits,
+        trace_scores=trace_scores,
         seed=seed,
         force=force,
     )
-    with terminable(), progress_bar(estimate_bytes(source, options.quantize)) as advance:
-        manifest = build(source, policy, limits, directory, options, advance)
-    chosen = f"{backend} (chosen by auto)" if target == "auto" else backend
-    print_report(directory, manifest, chosen, memory)
-
-
-def _target(name: str) -> str:
-    if name not in TARGETS:
-        raise unknown_name("target", name, TARGETS)
-    if name.startswith("tensorrt"):
-        raise UsageError(
-            f"target {name!r} is not available in this version, which builds for ort "
-            "(ONNX Runtime) only; leave out --target"
+    size = estimate_bytes(source, options.quantize, options.dtype)
+    start = time.monotonic()
+    with terminable(), progress_bars(size) as bars:
+        manifest = dispatch.build(
+            backend,
+            source,
+            policy,
+            limits,
+            directory,
+            options,
+            planned_slot_tokens(policy, limits, source.config.max_positions),
+            onnx_only=onnx_only,
+            progress=bars.wrote,
+            watch=bars.phase,
         )
-    return "ort"
+    chosen = f"{backend} (chosen by auto)" if target == "auto" else backend
+    print_report(directory, manifest, chosen, memory, time.monotonic() - start)
+    if onnx_only:
+        print(f"Next, where TensorRT and the GPU are: {dispatch.next_command(directory)}")
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
@@ -253,48 +271,6 @@ def _densities(
             "leave it out"
         )
     return kept, most
-
-
-def _limits(
-    config: ModelConfig,
-    policy: Policy,
-    max_input: int | None,
-    max_output: int | None,
-    max_batch: int,
-    chunk: int,
-    density: float,
-    max_density: float,
-) -> Limits:
-    positions = config.max_positions
-    longest = positions if max_input is None else max_input
-    answer = min(DEFAULT_OUTPUT, positions) if max_output is None else max_output
-    for name, value, high, why in (
-        ("--max-input", longest, positions, "the model's positions"),
-        ("--max-output", answer, positions, "the model's positions"),
-        ("--max-batch", max_batch, 1024, "the most slots of an engine"),
-        ("--chunk", chunk, 1 << 16, "the largest step"),
-    ):
-        if not 1 <= value <= high:
-            raise UsageError(f"{name} must be in [1, {high}] ({why}), got {value}")
-    if chunk % policy.block_size:
-        raise UsageError(
-            f"--chunk must be a multiple of the policy's blocks of {policy.block_size} tokens, "
-            f"got {chunk}"
-        )
-    return Limits(
-        max_input=longest,
-        max_output=answer,
-        max_batch=max_batch,
-        density=density,
-        max_density=max_density,
-        chunk=chunk,
-    )
-
-
-def _default_name(model: Path, policy: Policy, density: float) -> str:
-    name = model.stem if model.is_file() else model.resolve().name
-    name = re.sub(r"[._-](I?Q\d\w*|B?F16|F32)$", "", name, flags=re.IGNORECASE)
-    return f"{name}-{policy.name}-{density:g}" if policy.evicts else f"{name}-{policy.name}"
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvsift.builder import eviction, names
-from kvsift.builder.attention import Attention, AttentionForm
+from kvsift.builder.attention import Attention
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import (
     FLOAT,
@@ -19,15 +19,19 @@ from kvsift.builder.graph import (
     value,
 )
 from kvsift.builder.linear import FloatLinear, Linear, WeightFile, concat_rows
+from kvsift.builder.masked_attention import MaskedAttention
 from kvsift.builder.memory import Memory
 from kvsift.builder.ops import DOMAIN, OPSET
+from kvsift.builder.package import AttentionForm
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.weights import WeightSource
 
 
-def cache_shape(config: ModelConfig, policy: Policy, layer: int) -> tuple[int | str, ...]:
-    """Return the symbolic shape of a layer's key or value cache in the graph."""
-    capacity = "C" if policy.shared_lens else f"C{layer}"
+def cache_shape(
+    config: ModelConfig, policy: Policy, layer: int, static: int | None = None
+) -> tuple[int | str, ...]:
+    """Return the shape of a layer's key or value cache in the graph, C symbolic or `static`."""
+    capacity = static or ("C" if policy.shared_lens else f"C{layer}")
     if policy.layout == "head":
         return ("R", 1, capacity, config.head_dim)
     return ("B", config.num_kv_heads, capacity, config.head_dim)
@@ -36,8 +40,10 @@ def cache_shape(config: ModelConfig, policy: Policy, layer: int) -> tuple[int | 
 class Decoder:
     """Emits the whole graph of one model and policy, layer by layer.
 
-    `all_logits`: logits of every token, float32 [B, S, V], as evaluation needs, else of the last
-    one, [B, V].
+    The weights' float type is that of activations and caches. `capacity`: tokens of every cache,
+    where it must be static. `all_logits`: logits of every token, float32 [B, S, V], as evaluation
+    needs, else of the last one, [B, V]. `trace_scores`: the scores of every eviction are an output,
+    too.
     """
 
     def __init__(
@@ -48,7 +54,9 @@ class Decoder:
         linear: Linear,
         *,
         form: AttentionForm = "gqa",
+        capacity: int | None = None,
         all_logits: bool = False,
+        trace_scores: bool = False,
     ) -> None:
         self.config: ModelConfig = source.config
         self._source = source
@@ -56,8 +64,10 @@ class Decoder:
         self._weights = weights
         self._linear = linear
         self._form = form
+        self._capacity = capacity
         self._all_logits = all_logits
-        self._g = GraphBuilder()
+        self._trace_scores = trace_scores
+        self._g = GraphBuilder(floats=weights.floats)
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
 
@@ -73,8 +83,13 @@ class Decoder:
             names.PAST_LENS, INT32, (1 if policy.shared_lens else c.num_layers, rows)
         )
         step = g.op("Shape", ids, start=1, end=2)
-        attention = Attention(g, c, policy, self._form, past_lens, step)
-        memory = Memory(g, c, policy, self._input, self._output, positions, n_new, past_lens)
+        attention = (
+            MaskedAttention(g, c, policy, self._form, past_lens, step, n_new)
+            if self._form.startswith("tensorrt")
+            else Attention(g, c, policy, self._form, past_lens, step)
+        )
+        declare = (self._input, self._output)
+        memory = Memory(g, c, policy, *declare, positions, n_new, past_lens, self._form)
         rotation = self._rotation(positions)
         embedding = self._weight("model.embed_tokens.weight")
         x = g.op("Gather", embedding, ids)
@@ -85,10 +100,12 @@ class Decoder:
         self._head(x, embedding, n_new)
         if policy.evicts:
             ring = memory.ring()
-            inputs = eviction.eviction_inputs(c, policy)
-            outputs = eviction.eviction_outputs(c, policy)
+            inputs = eviction.eviction_inputs(c, policy, drawn=self._form == "tensorrt-rtx")
+            outputs = eviction.eviction_outputs(c, policy, self._trace_scores)
             self._inputs += inputs
-            eviction.emit_guarded(g, c, policy, inputs, layers, ring, outputs)
+            guarded = not self._form.startswith("tensorrt")
+            emit = eviction.emit_guarded if guarded else eviction.emit_plain
+            emit(g, c, policy, inputs, layers, ring, outputs)
             self._outputs += outputs
         return self._model()
 
@@ -104,13 +121,10 @@ class Decoder:
         prefix = f"model.layers.{i}"
         raw, k, v = self._qkv(i, self._norm(x, f"{prefix}.input_layernorm.weight"))
         q, k = self._rotate(raw, c.num_heads, rotation), self._rotate(k, c.num_kv_heads, rotation)
-        shape = cache_shape(c, self._policy, i)
-        past = tuple(
-            self._input(name(i), FLOAT, shape) for name in (names.past_key, names.past_value)
-        )
-        present = tuple(
-            self._output(name(i), FLOAT, shape) for name in (names.present_key, names.present_value)
-        )
+        shape = cache_shape(c, self._policy, i, self._capacity)
+        ends = (names.past_key, names.past_value), (names.present_key, names.present_value)
+        past = tuple(self._input(name(i), g.floats, shape) for name in ends[0])
+        present = tuple(self._output(name(i), g.floats, shape) for name in ends[1])
         out = attention.emit(i, (q, k, v), (past[0], past[1]), (present[0], present[1]))
         x = g.op("Add", x, self._project(f"{prefix}.self_attn.o_proj", out))
         y = self._norm(x, f"{prefix}.post_attention_layernorm.weight")
@@ -183,7 +197,7 @@ class Decoder:
         if rope.attention_factor != 1.0:
             factor = g.const(rope.attention_factor, np.float32)
             cos, sin = g.op("Mul", cos, factor), g.op("Mul", sin, factor)
-        return cos, sin
+        return g.cast(cos, g.floats, FLOAT), g.cast(sin, g.floats, FLOAT)
 
     def _rotate(self, x: ir.Value, heads: int, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
         return self._g.op("RotaryEmbedding", x, *rotation, num_heads=heads)
@@ -211,7 +225,10 @@ class Decoder:
                 made,
                 g.op("Concat", g.op("Shape", x, end=2), g.const([c.vocab_size]), axis=0),
             )
-        g.op("Identity", made, output=logits)
+        if g.floats == FLOAT:
+            g.op("Identity", made, output=logits)
+        else:
+            g.op("Cast", made, to=FLOAT, output=logits)
 
     def _input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         made = value(name, dtype, shape)
@@ -226,9 +243,12 @@ class Decoder:
     def _model(self) -> ir.Model:
         graph = self._g.graph(self._inputs, self._outputs, "kvsift")
         graph.opset_imports.update({"com.microsoft": 1, DOMAIN: OPSET})
+        # A body of the plugin's name in the file could be taken for the plugin.
+        calls = {} if self._form == "tensorrt" else self._g.calls
+        fixed = self._form == "tensorrt-rtx"
         return ir.Model(
             graph,
             ir_version=IR_VERSION,
             producer_name="kvsift",
-            functions=eviction.functions(self.config, self._policy, self._g.calls),
+            functions=eviction.functions(self.config, self._policy, calls, fixed=fixed),
         )

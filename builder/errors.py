@@ -30,6 +30,14 @@ class CapacityError(UsageError):
     """A request needs more cache, positions or slots than the engine was built with."""
 
 
+class QueueFullError(KvsiftError):
+    """A scheduler has as many waiting requests as it may hold; try again later."""
+
+
+class SessionError(UsageError):
+    """A session is busy, was dropped, or belongs to another engine."""
+
+
 def unknown_name(kind: str, value: str, known: Iterable[str]) -> UsageError:
     """Return the error for an unknown name, with the known ones and the nearest of them."""
     names = sorted(known)

@@ -38,8 +38,11 @@ def score_rows(config: ModelConfig, policy: Policy) -> int:
     return config.num_kv_heads if policy.per_head else 1
 
 
-def eviction_inputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
-    """Return the graph inputs that say which slots evict, to what budget, with which seed."""
+def eviction_inputs(config: ModelConfig, policy: Policy, *, drawn: bool = False) -> list[ir.Value]:
+    """Return the graph inputs that say which slots evict, to what budget, with which seed.
+
+    `drawn`: the random numbers themselves come in place of seed and step.
+    """
     L, R = config.num_layers, score_rows(config, policy)
     shapes: dict[str, tuple[int | str, ...]] = {
         names.EVICT_SLOTS: ("E",),
@@ -52,19 +55,27 @@ def eviction_inputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
     }
     if policy.prefill_selector == "topk" and _draws(policy) > 0:
         shapes[names.PROMPT_END] = ("E",)
-    if not _needs_philox(policy):
+    if drawn or not _needs_philox(policy):
         del shapes[names.EVICTION_SEED], shapes[names.EVICTION_STEP]
-    return [value(name, INT32, shape) for name, shape in shapes.items()]
+    inputs = [value(name, INT32, shape) for name, shape in shapes.items()]
+    if drawn and _needs_philox(policy):
+        draws = _philox_attributes(config, policy)["draws"]
+        inputs.append(value(names.UNIFORM, FLOAT, (L, "E", R, int(draws), "N")))
+    return inputs
 
 
-def eviction_outputs(config: ModelConfig, policy: Policy) -> list[ir.Value]:
-    """Return the graph outputs of the selector."""
+def eviction_outputs(
+    config: ModelConfig, policy: Policy, trace_scores: bool = False
+) -> list[ir.Value]:
+    """Return the graph outputs of the selector, and of the scorers if scores are traced."""
     L, R = config.num_layers, score_rows(config, policy)
-    return [
+    outputs = [
         value(names.KEEP, INT32, (L, "E", R, "N")),
         value(names.KEEP_LEN, INT32, (L, "E", R)),
         value(names.COVERAGE, FLOAT, (L, "E", R)),
     ]
+    scores = value(names.SCORES, FLOAT, (L, "E", R, "N"))
+    return [*outputs, scores] if trace_scores else outputs
 
 
 def emit_guarded(
@@ -78,16 +89,16 @@ def emit_guarded(
 ) -> None:
     """Append the `If` node; `inputs` and `outputs` as from the functions above."""
     then = GraphBuilder("then_")
-    selected = emit_selection(then, config, policy, inputs, layers, ring)
+    selected = emit_selection(then, config, policy, inputs, layers, ring)[: len(outputs)]
     g.calls |= then.calls
     then_outputs = [_renamed(then, v, o, "then") for v, o in zip(selected, outputs, strict=True)]
     other = GraphBuilder("else_")
     L, R = config.num_layers, score_rows(config, policy)
     empty = (np.zeros((L, 0, R, 0), np.int32), np.zeros((L, 0, R), np.int32))
-    arrays = (*empty, np.zeros((L, 0, R), np.float32))
+    arrays = (*empty, np.zeros((L, 0, R), np.float32), np.zeros((L, 0, R, 0), np.float32))
     else_outputs = [
         _renamed(other, other.const(a, a.dtype), o, "else")
-        for a, o in zip(arrays, outputs, strict=True)
+        for a, o in zip(arrays, outputs, strict=False)
     ]
     slots = next(v for v in inputs if v.name == names.EVICT_SLOTS)
     evicts = g.op("Greater", g.op("Size", slots), g.const(0))
@@ -101,6 +112,21 @@ def emit_guarded(
     )
 
 
+def emit_plain(
+    g: GraphBuilder,
+    config: ModelConfig,
+    policy: Policy,
+    inputs: Sequence[ir.Value],
+    layers: Sequence[LayerState],
+    ring: ir.Value | None,
+    outputs: Sequence[ir.Value],
+) -> None:
+    """Append the nodes without a guard, for targets where they cost nothing when no slot evicts."""
+    selected = emit_selection(g, config, policy, inputs, layers, ring)[: len(outputs)]
+    for made, output in zip(selected, outputs, strict=True):
+        g.op("Identity", made, output=output)
+
+
 def emit_selection(
     g: GraphBuilder,
     config: ModelConfig,
@@ -109,7 +135,7 @@ def emit_selection(
     layers: Sequence[LayerState],
     ring: ir.Value | None,
 ) -> Sequence[ir.Value]:
-    """Append scorers and selector; return keep, keep_len and coverage.
+    """Append scorers and selector; return keep, keep_len, coverage and the scores.
 
     `ring` float32 [B, W + 1, L*Hq*D] holds the newest queries, see `names.py`.
     """
@@ -145,17 +171,17 @@ def emit_selection(
     common = (named[names.BUDGET], ids, named[names.TOKENS_SEEN], named[names.PIN_SPANS])
     selector = SELECTORS[policy.selector]
     draws = (uniform,) if _draws(policy) else ()
-    return call(g, selector.op, (stacked, *draws, *common), selector_attributes(policy))
+    selected = call(g, selector.op, (stacked, *draws, *common), selector_attributes(policy))
+    return [*selected, stacked]
 
 
 def selector_attributes(policy: Policy) -> dict[str, int | float]:
     """Return the attributes of the policy's selector node."""
-    scorer = SCORERS[policy.scorer]
     attributes: dict[str, int | float] = {
         "block_size": policy.block_size,
         "sink_units": policy.sink_units,
         "recent_units": policy.recent_units,
-        "score_is_mass": int(scorer.mass),
+        "score_is_mass": int(policy.score_is_mass),
     }
     if policy.selector == "reservoir":
         attributes["normalize"] = int(policy.scorer != "nexus")
@@ -167,14 +193,19 @@ def selector_attributes(policy: Policy) -> dict[str, int | float]:
 
 
 def functions(
-    config: ModelConfig, policy: Policy, calls: dict[str, dict[str, int | float]]
+    config: ModelConfig,
+    policy: Policy,
+    calls: dict[str, dict[str, int | float]],
+    *,
+    fixed: bool = False,
 ) -> list[ir.Function]:
-    """Return the bodies, in standard ONNX, of the ops that the graph calls."""
+    """Return the bodies, in standard ONNX, of the ops that the graph calls; see `Dims.fixed`."""
     dims = Dims(
         window_heads=config.num_heads if policy.window_heads != "mean" else 1,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         window=policy.window,
+        fixed=fixed,
     )
     return [body(op, attributes, dims) for op, attributes in calls.items()]
 
@@ -203,8 +234,11 @@ def _uniform(
     """
     if not _needs_philox(policy):
         return None
-    inputs = (named[names.UNIT_IDS], named[names.EVICTION_SEED], named[names.EVICTION_STEP])
-    drawn = call(g, "PhiloxUniform", inputs, _philox_attributes(config, policy))[0]
+    if names.UNIFORM in named:
+        drawn = named[names.UNIFORM]
+    else:
+        words = (named[names.UNIT_IDS], named[names.EVICTION_SEED], named[names.EVICTION_STEP])
+        drawn = call(g, "PhiloxUniform", words, _philox_attributes(config, policy))[0]
     if names.PROMPT_END not in named:
         return drawn
     one_shot = g.op("Equal", named[names.PROMPT_END], g.const(1, np.int32))

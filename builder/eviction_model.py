@@ -45,11 +45,8 @@ def eviction_model(config: ModelConfig, policy: Policy) -> ir.Model:
     ]
     inputs = eviction.eviction_inputs(config, policy)
     outputs = eviction.eviction_outputs(config, policy)
-    selected = eviction.emit_selection(
-        g, config, policy, inputs, layers, ring if policy.window else None
-    )
-    for made, output in zip(selected, outputs, strict=True):
-        g.op("Identity", made, output=output)
+    newest = ring if policy.window else None
+    eviction.emit_plain(g, config, policy, inputs, layers, newest, outputs)
     state = [v for x in layers for v in (x.keys, x.values, *x.states.values())]
     read = [v for v in (*state, ring) if v.uses()]
     graph = g.graph([*read, *inputs], outputs, "kvsift_eviction")

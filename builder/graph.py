@@ -30,8 +30,10 @@ class GraphBuilder:
     apart from the outer graph's, which they may read.
     """
 
-    def __init__(self, branch: str = "") -> None:
+    def __init__(self, branch: str = "", floats: ir.DataType = FLOAT) -> None:
         self.tape = ir.tape.Tape()
+        #: T of the op table: the type of weights, activations and caches.
+        self.floats = floats
         self._branch = branch
         self._count = 0
         #: Attributes of the op table's nodes by op, whose bodies the model must hold.
@@ -70,6 +72,10 @@ class GraphBuilder:
         return self.tape.op_multi_out(
             op_type, inputs, attributes or None, domain=domain, name=name, outputs=outputs
         )
+
+    def cast(self, x: ir.Value, to: ir.DataType, source: ir.DataType) -> ir.Value:
+        """Return `x`, which has the type `source`, as `to`."""
+        return x if to == source else self.op("Cast", x, to=to)
 
     def const(self, array: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """Return a constant; the same bytes give the same value."""

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from kvsift.builder.graph import MICROSOFT, GraphBuilder
+from kvsift.builder.graph import FLOAT, MICROSOFT, GraphBuilder
 
 Quantize = Literal["none", "int8", "int4"]
 ALIGNMENT = 4096
@@ -22,19 +22,30 @@ BLOCK = 32
 
 
 class WeightFile:
-    """Appends tensors to an external data file, aligned so that they can be memory-mapped."""
+    """Appends tensors to an external data file, aligned so that they can be memory-mapped.
 
-    def __init__(self, path: Path, on_write: Callable[[int], None] | None = None) -> None:
+    Floats are written as `floats`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_write: Callable[[int], None] | None = None,
+        floats: ir.DataType = FLOAT,
+    ) -> None:
+        self.floats = floats
         self._path = path
         self._file = path.open("wb")
         self._on_write = on_write
 
     def add(self, name: str, array: NDArray[Any]) -> ir.ExternalTensor:
-        """Write `array` and return the tensor that refers to it."""
+        """Write `array`, float32 as `floats`, and return the tensor that refers to it."""
+        if array.dtype == np.float32:
+            array = array.astype(self.floats.numpy(), copy=False)
         data = np.ascontiguousarray(array)
         offset = -(-self._file.tell() // ALIGNMENT) * ALIGNMENT
         self._file.seek(offset)
-        self._file.write(data.data)
+        self._file.write(data.view(np.uint8).data)
         if self._on_write:
             self._on_write(data.nbytes)
         return ir.ExternalTensor(

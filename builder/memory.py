@@ -13,7 +13,8 @@ import onnx_ir as ir
 from kvsift.builder import names
 from kvsift.builder.families import ModelConfig
 from kvsift.builder.graph import FLOAT, INT32, GraphBuilder
-from kvsift.builder.package import window_features
+from kvsift.builder.masked_ring import update_ring
+from kvsift.builder.package import AttentionForm, window_features
 from kvsift.builder.policies.base import Policy
 from kvsift.builder.policies.nodes import call
 from kvsift.builder.states import STATES
@@ -24,6 +25,7 @@ Declare = Callable[[str, ir.DataType, Sequence[int | str]], ir.Value]
 class Memory:
     """Emits the updates of one model and policy.
 
+    In TensorRT's form the plugins write the outputs in place.
     `declare_input` and `declare_output` make typed graph values. `positions` int64 [B, S],
     `n_new` int32 [B], `past_lens` int32 [Ll, Bl] as in `names.py`.
     """
@@ -38,6 +40,7 @@ class Memory:
         positions: ir.Value,
         n_new: ir.Value,
         past_lens: ir.Value,
+        form: AttentionForm,
     ) -> None:
         self._g = g
         self._config = config
@@ -47,6 +50,7 @@ class Memory:
         self._positions = positions
         self._n_new = n_new
         self._past_lens = past_lens
+        self._form = form
         self._queries: list[ir.Value] = []
 
     def layer(
@@ -62,18 +66,16 @@ class Memory:
         if "accum" in self._policy.states:
             old, new = self._declare("accum", i)
             inputs = (old, rotated, keys, self._row_lens(i), self._n_new)
-            states["accum"] = self._bind(call(self._g, "AccumUpdate", inputs, {})[0], new)
+            states["accum"] = self._update("AccumUpdate", inputs, {}, [new])[0]
         if "query_mean" in self._policy.states:
             pairs = [self._declare(name, i) for name in ("query_mean", "query_moment")]
             first = self._g.op("Gather", self._positions, self._g.const(0), axis=1)
             first = self._g.op("Cast", first, to=INT32)
             attributes = {"sink_tokens": self._policy.sink_units}
             inputs = (pairs[0][0], pairs[1][0], raw, first, self._n_new)
-            made = call(self._g, "QueryStatsUpdate", inputs, attributes)
-            for name, value, (_, new) in zip(
-                ("query_mean", "query_moment"), made, pairs, strict=True
-            ):
-                states[name] = self._bind(value, new)
+            new_pair = [new for _, new in pairs]
+            made = self._update("QueryStatsUpdate", inputs, attributes, new_pair)
+            states["query_mean"], states["query_moment"] = made
         return states
 
     def ring(self) -> ir.Value | None:
@@ -82,12 +84,16 @@ class Memory:
         if size == 1:
             return None
         features = self._config.num_layers * window_features(self._config, self._policy)
-        old = self._input(names.Q_RING_IN, FLOAT, ("B", size, features))
-        new = self._output(names.Q_RING_OUT, FLOAT, ("B", size, features))
+        shape = ("B", 1, size, features) if self._form == "tensorrt" else ("B", size, features)
+        old = self._input(names.Q_RING_IN, g.floats, shape)
+        new = self._output(names.Q_RING_OUT, g.floats, shape)
         first = g.op("Slice", self._positions, g.const([-size]), g.const([2**31]), g.const([1]))
         first = g.op("Gather", first, g.const(0), axis=1)
         row = g.op("Mod", first, g.const(size))
         queries = g.op("Concat", *self._queries, axis=2)
+        if self._form.startswith("tensorrt"):
+            plugin = self._form == "tensorrt"
+            return update_ring(g, old, queries, row, new, size, self._n_new if plugin else None)
         return g.op("TensorScatter", old, queries, row, output=new, axis=1, mode="circular")
 
     def _newest(self, q: ir.Value) -> ir.Value:
@@ -96,7 +102,8 @@ class Memory:
         q = g.op("Slice", q, g.const([-policy.window - 1]), g.const([2**31]), g.const([1]))
         if policy.window_heads == "mean":
             heads = g.op("Reshape", q, g.const([0, 0, c.num_heads, c.head_dim]))
-            q = g.op("ReduceMean", heads, g.const([2]), keepdims=0)
+            heads = g.cast(heads, FLOAT, g.floats)
+            q = g.cast(g.op("ReduceMean", heads, g.const([2]), keepdims=0), g.floats, FLOAT)
         return q
 
     def _declare(self, name: str, i: int) -> tuple[ir.Value, ir.Value]:
@@ -106,9 +113,18 @@ class Memory:
             self._output(names.state_out(name, i), FLOAT, shape),
         )
 
-    def _bind(self, made: ir.Value, output: ir.Value) -> ir.Value:
-        """Return the graph output that carries `made`."""
-        return self._g.op("Identity", made, output=output)
+    def _update(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value],
+        attributes: dict[str, int],
+        outputs: Sequence[ir.Value],
+    ) -> Sequence[ir.Value]:
+        """Append an update and return the graph outputs that carry what it made."""
+        if self._form == "tensorrt":  # the output is the input's memory
+            return call(self._g, op, inputs, attributes, outputs)
+        made = call(self._g, op, inputs, attributes)
+        return [self._g.op("Identity", x, output=out) for x, out in zip(made, outputs, strict=True)]
 
     def _row_lens(self, i: int) -> ir.Value:
         """Return the layer's lengths before the step, int32 [B, 1] or [B, Hkv]."""

@@ -25,3 +25,11 @@ NATIVE_OPS: tuple[Op, ...] = (
         "the append of TensorScatter-24, with a length per head and without a static capacity",
     ),
 )
+
+
+def alias(op: Op, output: Tensor) -> int:
+    """Return the input whose memory an output takes over, or -1: `x_out` is the next `x`."""
+    for i, t in enumerate(op.inputs):
+        if output == Tensor(f"{t.name}_out", t.dtype, t.shape, output.doc):
+            return i
+    return -1

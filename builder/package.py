@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.families import ModelConfig
@@ -29,8 +29,17 @@ __all__ = ["Layout", "Manifest", "ModelConfig", "Policy", "load_manifest", "wind
 MANIFEST = "kvsift.json"
 GRAPH = "model.onnx"
 WEIGHTS = "model.data"
+README = "README.md"
+#: A TensorRT engine; a package of `--onnx-only` has none until trtexec writes it.
+PLAN = "engine.plan"
 #: Raised whenever an older runtime could misread a package.
 SCHEMA_VERSION = 1
+
+Target = Literal["ort", "tensorrt", "tensorrt-rtx"]
+#: Forms of the attention and the append, see `attention.py`.
+AttentionForm = Literal["gqa", "portable", "tensorrt", "tensorrt-rtx"]
+#: Types of weights, activations, caches and the query ring; states and logits are float32.
+DType = Literal["float32", "float16", "bfloat16"]
 
 
 def window_features(config: ModelConfig, policy: Policy) -> int:
@@ -54,7 +63,7 @@ class FileSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bytes: int
+    bytes: int = Field(ge=0)
     sha256: str
 
 
@@ -63,13 +72,46 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_input: int
-    max_output: int
-    max_batch: int
+    max_input: int = Field(ge=1)
+    max_output: int = Field(ge=1)
+    max_batch: int = Field(ge=1)
     #: Density of requests that name none, and the largest that a slot has room for.
-    density: float
-    max_density: float
-    chunk: int = 1024
+    density: float = Field(gt=0, le=1)
+    max_density: float = Field(gt=0, le=1)
+    chunk: int = Field(default=1024, ge=1)
+    #: Tokens of the scratch, if prompts may be longer than it; a multiple of `chunk`.
+    max_scratch: int | None = Field(default=None, ge=1)
+
+
+class Profile(BaseModel):
+    """Sizes that an engine was optimised for: (least, most common, largest) of each symbol.
+
+    The symbols are those of the shapes of the manifest's `inputs`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["context", "generation"]
+    sizes: dict[str, tuple[int, int, int]]
+
+
+class TensorRTBuild(BaseModel):
+    """What the runtime must know of a TensorRT engine.
+
+    `version` (TensorRT's) and `gpu` are None where the engine has not been built (`--onnx-only`),
+    `gpu` also where it was built without one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: str | None = None
+    gpu: str | None = None
+    #: Version of the plugins that the engine asks for; None where it holds op bodies instead.
+    plugin_version: str | None
+    #: By the index that the engine knows them by.
+    profiles: tuple[Profile, ...]
+    #: (input, output) that a plugin writes in place: both must be bound to the same memory.
+    aliased: tuple[tuple[str, str], ...]
 
 
 class Manifest(BaseModel):
@@ -80,18 +122,21 @@ class Manifest(BaseModel):
     schema_version: int = SCHEMA_VERSION
     kvsift_version: str
     ops_version: str = OPS_VERSION
-    target: Literal["ort"]
-    attention: Literal["gqa", "portable"]
-    dtype: Literal["float32"] = "float32"
+    target: Target
+    attention: AttentionForm
+    dtype: DType = "float32"
     quantize: Literal["none", "int8", "int4"]
     all_logits: bool = False
+    trace_scores: bool = False
     seed: int = 0
     model: ModelConfig
     policy: Policy
     limits: Limits
-    parameters: int
+    parameters: int = Field(ge=0)
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    #: For the targets tensorrt and tensorrt-rtx.
+    tensorrt: TensorRTBuild | None = None
     files: dict[str, FileSpec]
     built_with: dict[str, str]
 
@@ -117,7 +162,8 @@ def load_manifest(directory: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise PackageError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
+        where = f"{where} is {first['input']!r}: " if where else ""
+        raise PackageError(f"{path}: {where}{first['msg']}; rebuild the engine") from None
     for name, spec in manifest.files.items():
         file = directory / name
         size = file.stat().st_size if file.is_file() else -1
@@ -159,6 +205,18 @@ def file_spec(path: Path) -> FileSpec:
         while block := file.read(1 << 22):
             digest.update(block)
     return FileSpec(bytes=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def package_hash(manifest: Manifest) -> str:
+    """Return the sha256 in hex of what a package computes: of its files' names and hashes.
+
+    The README is left out; state of one package (sessions, traces) is read by the same only.
+    """
+    digest = hashlib.sha256()
+    for name, spec in sorted(manifest.files.items()):
+        if name != README:
+            digest.update(f"{name} {spec.sha256}\n".encode())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -13,31 +13,68 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show bytes written of `total`, an estimate, with rate and ETA on stderr if a terminal.
+class Bars:
+    """Shows bytes written, with rate and ETA, then the phases of TensorRT; one at a time.
 
-    Yields the function to call with each count of bytes written.
+    `total` bytes are an estimate. Nothing is shown unless stderr is a terminal.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    stderr = Console(stderr=True)
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("writing weights", total=total)
-        yield lambda count: bar.advance(task, count)
-        bar.update(task, completed=total)
+
+    def __init__(self, total: int) -> None:
+        self._console = Console(stderr=True)
+        self._shown = self._start(
+            DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+        )
+        self._task = self._shown.add_task("writing weights", total=total)
+        self._phases: dict[str, TaskID] | None = None
+
+    def wrote(self, count: int) -> None:
+        """Add `count` bytes."""
+        self._shown.advance(self._task, count)
+
+    def phase(self, name: str, done: int, steps: int) -> None:
+        """Show how far a phase of TensorRT's build is."""
+        if self._phases is None:
+            self.stop()
+            self._phases = {}
+            self._shown = self._start(
+                MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            )
+        if name not in self._phases:
+            self._phases[name] = self._shown.add_task(name)
+        self._shown.update(self._phases[name], completed=done, total=steps)
+
+    def stop(self) -> None:
+        """End what is shown."""
+        if self._phases is None:  # the number of bytes was an estimate
+            self._shown.update(self._task, total=self._shown.tasks[0].completed)
+        self._shown.stop()
+
+    def _start(self, *figures: ProgressColumn) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), *figures)
+        bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        bar.start()
+        return bar
+
+
+@contextmanager
+def progress_bars(total: int) -> Iterator[Bars]:
+    """Show the progress of a build that writes about `total` bytes of weights."""
+    bars = Bars(total)
+    try:
+        yield bars
+    finally:
+        bars.stop()
 
 
 @contextmanager

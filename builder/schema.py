@@ -8,7 +8,10 @@ from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 
 from kvsift.builder import ops
+from kvsift.builder.native_ops import NATIVE_OPS
 
+#: By these, beside the node's type, TensorRT's importer finds the plugin of a node.
+PLUGIN = {"plugin_version": ops.OPS_VERSION, "plugin_namespace": ""}
 FLOAT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
 TYPE_NAMES: dict[ops.DType, str] = {
     "float32": "tensor(float)",
@@ -23,7 +26,7 @@ ELEMENTS: dict[ops.DType, int] = {
 
 def register() -> None:
     """Register the schema of every op with ONNX; again is harmless."""
-    for op in ops.OPS:
+    for op in (*ops.OPS, *NATIVE_OPS):
         if not onnx.defs.has(op.name, ops.DOMAIN):
             onnx.defs.register_schema(op_schema(op))
 
@@ -39,7 +42,7 @@ def op_schema(op: ops.Op) -> OpSchema:
         inputs=[parameter(t) for t in op.inputs],
         outputs=[parameter(t) for t in op.outputs],
         type_constraints=[("T", FLOAT_TYPES, "the model's float type")] if half else [],
-        attributes=[attribute(a) for a in op.attrs],
+        attributes=[*(attribute(a) for a in op.attrs), *(text(name) for name in PLUGIN)],
     )
     schema.set_type_and_shape_inference_function(lambda context: infer(op, context))
     return schema
@@ -49,6 +52,12 @@ def parameter(tensor: ops.Tensor) -> OpSchema.FormalParameter:
     """Return an input or output of a schema."""
     shape = f"[{', '.join(tensor.shape)}]"
     return OpSchema.FormalParameter(tensor.name, TYPE_NAMES[tensor.dtype], f"{shape}: {tensor.doc}")
+
+
+def text(name: str) -> OpSchema.Attribute:
+    """Return an attribute of TensorRT's importer, which other engines pass over."""
+    doc = "for TensorRT's importer"
+    return OpSchema.Attribute(name, OpSchema.AttrType.STRING, doc, required=False)
 
 
 def attribute(attr: ops.Attr) -> OpSchema.Attribute:

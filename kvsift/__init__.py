@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvsift.builder.errors import KvsiftError
     from kvsift.runtime.llm import LLM
+    from kvsift.runtime.output import CompletionOutput, RequestOutput
     from kvsift.runtime.params import EvictionParams, SamplingParams
     from kvsift.runtime.results import GenerationResult
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "EvictionParams",
     "GenerationResult",
     "KvsiftError",
+    "RequestOutput",
     "SamplingParams",
     "__version__",
 ]
@@ -24,9 +27,11 @@ __all__ = [
 #: Imported when first asked for, so that `import kvsift` loads no inference engine.
 _HOMES = {
     "LLM": "kvsift.runtime.llm",
+    "CompletionOutput": "kvsift.runtime.output",
     "EvictionParams": "kvsift.runtime.params",
     "GenerationResult": "kvsift.runtime.results",
     "KvsiftError": "kvsift.builder.errors",
+    "RequestOutput": "kvsift.runtime.output",
     "SamplingParams": "kvsift.runtime.params",
 }
 

@@ -1,4 +1,4 @@
-"""The `kvsift` command: generate, chat, doctor."""
+"""The `kvsift` command: generate, chat, doctor, trace, bench, eval."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ Density = Annotated[
 ]
 BudgetTokens = Annotated[int | None, typer.Option(help="Tokens to keep, instead of a density.")]
 MinBudget = Annotated[int | None, typer.Option(help="Smallest budget that a density may give.")]
+PinRole = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ROLE", help="Never evict what this role says; repeatable."),
+]
+MinCoverage = Annotated[
+    float | None,
+    typer.Option(help="Raise the budget until evictions keep this share of the attention mass."),
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Most memory of all KV caches, such as 2GiB."),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads; default: one per core.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 System = Annotated[str | None, typer.Option(help="Text of the system turn.")]
@@ -87,6 +99,15 @@ def generate(
         list[str] | None,
         typer.Option(metavar="A:B", help="Never evict prompt tokens A to B-1; repeatable."),
     ] = None,
+    pin_role: PinRole = None,
+    min_coverage: MinCoverage = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what evictions keep to a file; see kvsift trace.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Run a trace again and compare what evictions keep.")
+    ] = None,
+    kv_memory: KvMemory = None,
     threads: Threads = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the files' hashes with the manifest first.")
@@ -101,11 +122,21 @@ def generate(
 ) -> None:
     """Continue a prompt; the text goes to stdout, figures to stderr."""
     from kvsift.runtime.params import EvictionParams, SamplingParams
+    from kvsift.runtime.recorder import recording
 
     if logprobs is not None and not as_json:
         raise UsageError(f"--logprobs {logprobs} is shown in JSON only; add --json")
-    if system is not None and not chat:
-        raise UsageError("--system needs the chat template; add --chat")
+    for name, given in (("--system", system), ("--pin-role", pin_role)):
+        if given is not None and not chat:
+            raise UsageError(f"{name} needs the chat template; add --chat")
+    if replay is not None:
+        from kvsift.cli_trace import replay_trace
+        from kvsift.runtime.engine import Engine as Runner
+
+        if any(given is not None for given in (prompt, prompt_file, trace)):
+            raise UsageError("--replay takes prompt and options from FILE; give no other")
+        runner = Runner(engine, max_batch=1, threads=threads, verify=verify)
+        return replay_trace(runner, replay)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -124,11 +155,13 @@ def generate(
         min_budget_tokens=min_budget_tokens,
         eviction_seed=eviction_seed,
         pin=[console.parse_span(text) for text in pin or ()],
+        min_coverage=min_coverage,
     )
     text = console.read_prompt(prompt, prompt_file)
-    llm = _load(engine, threads, verify)
-    request = _request(llm, text, system, chat, sampling, evict)
-    result = _run(llm, request, show=stream and not as_json)
+    llm = _load(engine, threads, kv_memory, verify)
+    request = _request(llm, text, system, chat, sampling, evict, pin_role or ())
+    with recording(llm.engine, trace):
+        result = _run(llm, request, show=stream and not as_json)
     if as_json:
         ascii_only = sys.stdout.encoding.lower() != "utf-8"
         print(json.dumps(result.to_dict(), ensure_ascii=ascii_only, allow_nan=False), flush=True)
@@ -153,13 +186,20 @@ def chat_command(
     density: Density = None,
     budget_tokens: BudgetTokens = None,
     min_budget_tokens: MinBudget = None,
+    pin_role: PinRole = None,
+    min_coverage: MinCoverage = None,
+    session: Annotated[
+        Path | None, typer.Option(help="File that keeps the session from one call to the next.")
+    ] = None,
+    kv_memory: KvMemory = None,
     threads: Threads = None,
     debug: Debug = False,
 ) -> None:
     """Talk with a model; /exit or Ctrl-D ends, Ctrl-C stops an answer.
 
-    Each turn reads the whole conversation again, so eviction starts afresh with every turn.
+    Each turn goes on from the cache of the last one: what has been evicted is gone.
     """
+    from kvsift.cli_chat import converse
     from kvsift.runtime.params import EvictionParams, SamplingParams
 
     sampling = SamplingParams(
@@ -176,27 +216,9 @@ def chat_command(
         budget_tokens=budget_tokens,
         min_budget_tokens=min_budget_tokens,
         eviction_seed=eviction_seed,
+        min_coverage=min_coverage,
     )
-    llm = _load(engine, threads)
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    llm.template  # noqa: B018 (without one there is no use in asking for a first message)
-    for line in console.typed_lines():
-        messages.append({"role": "user", "content": line})
-        pieces: list[str] = []
-        try:
-            for update in llm.engine.run([llm.chat_request(messages, sampling, evict)]):
-                pieces.append(update.text)
-                _write(update.text)
-        except KeyboardInterrupt:
-            pass  # what has been said stays in the conversation
-        except KvsiftError as error:  # too long, say: the conversation goes on without the turn
-            print(f"error: {error}", file=sys.stderr)
-        answer = "".join(pieces)
-        print(flush=True)
-        if answer:
-            messages.append({"role": "assistant", "content": answer})
-        else:
-            messages.pop()
+    converse(_load(engine, threads, kv_memory), system, sampling, evict, pin_role or (), session)
 
 
 @app.command(epilog="Example: kvsift doctor")
@@ -217,10 +239,15 @@ def doctor(debug: Debug = False) -> None:
         raise typer.Exit(console.EXIT_FAILURE)
 
 
-def _load(engine: Path, threads: int | None, verify: bool = False) -> LLM:
+console.add_group(app, "trace", "kvsift.cli_trace", "Show, draw and compare traces.")
+console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed and memory.")
+console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
+
+
+def _load(engine: Path, threads: int | None, kv_memory: str | None, verify: bool = False) -> LLM:
     from kvsift.runtime.llm import LLM
 
-    return LLM(engine, max_batch=1, threads=threads, verify=verify)
+    return LLM(engine, max_batch=1, kv_memory=kv_memory, threads=threads, verify=verify)
 
 
 def _request(
@@ -230,6 +257,7 @@ def _request(
     chat: bool,
     sampling: SamplingParams,
     evict: EvictionParams,
+    pin_roles: list[str] | tuple[str, ...] = (),
 ) -> Request:
     from kvsift.runtime.engine import Request
 
@@ -240,14 +268,14 @@ def _request(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return llm.chat_request(messages, sampling, evict)
+    return llm.chat_request(messages, sampling, evict, pin_roles=pin_roles)
 
 
 def _run(llm: LLM, request: Request, show: bool) -> GenerationResult:
     """Run one request; Ctrl-C leaves the text so far and ends the line."""
     result: GenerationResult | None = None
     try:
-        for update in llm.engine.run([request]):
+        for update in llm.updates(request):
             result = update.result
             if show:
                 _write(update.text)
@@ -276,7 +304,11 @@ def _figures(result: GenerationResult) -> str:
         parts[1] += f" at {1 / times.mean_itl_s:.1f}/s"
     kept = f"kept {result.kept_tokens}"
     if result.budget_tokens is not None:
-        kept += f" (budget {result.budget_tokens}, {result.evictions} evictions)"
+        raised = result.budget_raised_tokens
+        more = f", {raised} of it added for coverage" if raised else ""
+        kept += f" (budget {result.budget_tokens}{more}, {result.evictions} evictions)"
+    if result.guardrail == "exhausted":
+        kept += ", coverage below the minimum: the slot is full"
     parts.append(kept)
     parts.append(f"KV {size(result.kv_bytes)} of {size(result.kv_bytes_dense)} dense")
     parts.append(f"seed {result.seed}, eviction seed {result.eviction_seed}")

@@ -164,6 +164,8 @@ class BudgetRule:
     capacity: int
     max_positions: int
     min_budget_tokens: int = MIN_BUDGET_TOKENS
+    #: Share of the budget that the newest units take beside the forced ones.
+    recent_fraction: float = 0.0
 
     def units(
         self,
@@ -177,7 +179,8 @@ class BudgetRule:
 
         `prompt_tokens` are the true tokens so far, `new_tokens` the most that may follow. A
         budget beyond the slot is cut where everything fits anyway, and with `next_turn`; else
-        CapacityError names the largest one. UsageError if a pin ends beyond the prompt.
+        CapacityError names the largest one. UsageError if a pin ends beyond the prompt,
+        CapacityError if the pins leave nothing of the budget.
         """
         _check_pins(params.pin, prompt_tokens)
         forced = self.forced(prompt_tokens, params.pin)
@@ -186,7 +189,7 @@ class BudgetRule:
         units = units_for(
             prompt_tokens,
             block_size=self.block_size,
-            forced=forced,
+            forced=self.forced(prompt_tokens, ()),
             density=density,
             budget_tokens=params.budget_tokens,
             min_budget_tokens=self.min_budget_tokens if minimum is None else minimum,
@@ -194,6 +197,8 @@ class BudgetRule:
         if units is not None and self.scope == "decode":  # the prompt stays whole
             units = max(units, units_of(prompt_tokens, self.block_size))
         reach = min(self.max_positions, prompt_tokens + new_tokens)
+        if units is not None and params.pin:
+            self._check_room(units, forced, self.largest(reach - prompt_tokens))
         fits = reach <= self.capacity
         if units is None:
             if fits:
@@ -218,6 +223,30 @@ class BudgetRule:
     def largest(self, new_tokens: int) -> int:
         """Return the largest budget in units of a request that generates `new_tokens`."""
         return largest_budget(self.capacity, self.block_size, self.scope, new_tokens, self.interval)
+
+    def ceiling(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Return the most units that the request's budget may rise to."""
+        reach = min(self.max_positions, prompt_tokens + new_tokens)
+        if reach <= self.capacity:
+            return self.capacity // self.block_size
+        return self.largest(reach - prompt_tokens)
+
+    def _check_room(self, units: int, forced: int, largest: int) -> None:
+        """Raise CapacityError if pins leave no unit of a budget to choose."""
+        size = self.block_size
+        # Pins and the newest units that a fraction forces may lie apart, or on each other.
+        needed = forced + int(self.recent_fraction * units) + 1
+        if needed <= units:
+            return
+        fix = f"or give budget_tokens {needed * size} or more"
+        if needed > largest:
+            fix = f"since a slot of {self.capacity} tokens keeps at most {largest * size}"
+        elif self.recent_fraction:
+            fix = "or give a larger budget"
+        raise CapacityError(
+            f"the pinned spans need a budget of {needed * size} tokens (with the first and newest "
+            f"ones, in whole units of {size}), and it is {units * size}; pin less, {fix}"
+        )
 
     def _too_large(self, wanted: str, forced: int, new_tokens: int) -> CapacityError:
         """Return the error that says what was asked for and what this engine's slots can hold."""

@@ -1,135 +1,118 @@
-"""Key and value caches on the host: fixed slots, compacted after each eviction."""
+"""What engines and slots ask of a key and value cache, wherever its memory is.
+
+`host_cache.py` keeps it in numpy arrays. Nothing outside an implementation and its session knows
+how the memory lies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.package import Manifest, window_features
-from kvsift.builder.states import STATES
-
-Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
-Rows = NDArray[np.int64]
-#: Rows of one layer: the same [n] for all heads, [Hkv, n], or one array per head.
-LayerRows = Rows | list[Rows]
+Array = NDArray[Any]
+
+#: Names of a layer's rows in `read` and `write`, beside those of its states.
+KEY, VALUE = "key", "value"
 
 
-class KVCache:
-    """The caches of all layers for `slots` sequences.
-
-    `keys[i]` and `values[i]` float32 [slots, Hkv, C_i, D] with C_i tokens of capacity; `ring`
-    float32 [slots, W + 1, L*Hq*D] holds the newest queries of all layers, None without a query
-    window; `states[name][i]` [slots, ...] as in `builder/states.py`. Rows are addressed by slot
-    and row; of each row only the first `len` entries are valid, nothing else is ever read.
+@dataclass
+class KeptUnits:
+    """Kept unit indices of one slot: `keep` int32 [L, R, k], ascending, of which the first
+    `counts` int32 [L, R] are real.
     """
 
-    def __init__(self, manifest: Manifest, slots: int, capacity: int | Sequence[int]) -> None:
-        model, policy = manifest.model, manifest.policy
-        layers = model.num_layers
-        sizes = [capacity] * layers if isinstance(capacity, int) else list(capacity)
-        self.slots = slots
-        self._heads = model.num_kv_heads
-        shapes = [(slots, model.num_kv_heads, size, model.head_dim) for size in sizes]
-        self.keys: list[Floats] = [np.zeros(shape, np.float32) for shape in shapes]
-        self.values: list[Floats] = [np.zeros(shape, np.float32) for shape in shapes]
-        self.ring: Floats | None = None
-        if policy.window:
-            features = layers * window_features(model, policy)
-            self.ring = np.zeros((slots, policy.window + 1, features), np.float32)
-        self.states: dict[str, list[Floats]] = {}
-        for name in policy.states:
-            dims = STATES[name].dims(model)
-            self.states[name] = [
-                np.zeros([slots, *(size if d == "C" else int(d) for d in dims)], np.float32)
-                for size in sizes
-            ]
-        self._by_row = [arrays for n, arrays in self.states.items() if STATES[n].follows_rows]
-        self._by_slot = [arrays for n, arrays in self.states.items() if not STATES[n].follows_rows]
+    keep: Ints
+    counts: Ints
+
+
+class KVCache(Protocol):
+    """The caches of all layers for a number of sequences, one in each slot.
+
+    Layer i has room for C_i tokens: keys and values [slots, Hkv, C_i, D]. With them go the query
+    ring [slots, W + 1, L*Hq*D] of policies with a query window, and the states of
+    `builder/states.py`. Of each row only the first `len` entries are valid. What a method does is
+    done before the next step and before anything is read.
+
+    What an earlier request left behind never reaches a later one: attention that multiplies rows
+    behind the valid ones by 0 must find numbers there, not NaN.
+    """
+
+    @property
+    def slots(self) -> int:
+        """Sequences that have room."""
+        ...
 
     @property
     def capacities(self) -> list[int]:
         """Tokens of capacity of each layer."""
-        return [a.shape[2] for a in self.keys]
+        ...
 
     @property
     def capacity(self) -> int:
         """Tokens of capacity of the largest layer."""
-        return max(self.capacities)
+        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, used or not."""
-        return sum(a.nbytes for a in (*self.keys, *self.values))
+        ...
 
     def clear_memory(self, slot: int) -> None:
-        """Forget the slot's queries and states, so that nothing of an earlier request is read."""
-        if self.ring is not None:
-            self.ring[slot] = 0.0
-        for arrays in self.states.values():
-            for array in arrays:
-                array[slot] = 0.0
+        """Forget all of an empty slot, so that nothing of an earlier request is read."""
+        ...
 
     def grow(self, layer: int, capacity: int) -> None:
         """Enlarge a layer's rows to at least `capacity` tokens; what they hold stays."""
-        old = self.keys[layer].shape[2]
-        if capacity <= old:
-            return
-        for arrays in (self.keys, self.values, *self._by_row):
-            held = arrays[layer]
-            grown = np.zeros((*held.shape[:2], capacity, *held.shape[3:]), np.float32)
-            grown[:, :, :old] = held
-            arrays[layer] = grown
+        ...
 
     def gather(
-        self, source: KVCache, source_slot: int, slot: int, rows: Sequence[LayerRows]
+        self,
+        source: KVCache,
+        source_slot: int,
+        slot: int,
+        kept: KeptUnits,
+        lens: Ints,
+        block_size: int,
     ) -> None:
-        """Copy rows of a slot of `source` (self allowed) to the front of `slot`, in order."""
-        for i, index in enumerate(rows):
-            pairs = [(self.keys, source.keys), (self.values, source.values)]
-            pairs += zip(self._by_row, source._by_row, strict=True)
-            for mine, theirs in pairs:
-                held, target = theirs[i][source_slot], mine[i][slot]
-                if isinstance(index, list) or index.ndim == 2:
-                    for head, picked in enumerate(index):
-                        target[head, : len(picked)] = held[head, picked]
-                else:
-                    target[:, : len(index)] = held[:, index]
+        """Copy the kept units of a slot of `source` to the front of `slot`, in order.
+
+        Unit j is the `block_size` rows from j * block_size on, less those at or beyond `lens`
+        int32 [L, Rl], the valid rows of the source. `source` may be this cache, slot for slot.
+        """
+        ...
 
     def copy_memory(self, source: KVCache, source_slot: int, slot: int) -> None:
         """Copy the queries and the states that belong to a slot of another cache."""
-        if self.ring is not None and source.ring is not None:
-            self.ring[slot] = source.ring[source_slot]
-        for mine, theirs in zip(self._by_slot, source._by_slot, strict=True):
-            for target, held in zip(mine, theirs, strict=True):
-                target[slot] = held[source_slot]
+        ...
 
     def move_block(self, slot: int, source: int, targets: Ints, size: int) -> None:
         """Copy the block of `size` rows number `source` over block `targets[layer, row]`.
 
-        `targets` int32 [L, R], R = 1 when all heads of a layer move the same block.
+        `targets` int32 [L, R], R = 1 when all heads of a layer move the same block. No block is
+        its own target.
         """
-        start = source * size
-        for i, target in enumerate(targets):
-            for arrays in (self.keys, self.values, *self._by_row):
-                array = arrays[i][slot]
-                moved = array[:, start : start + size]
-                if len(target) == 1:
-                    to = int(target[0]) * size
-                    array[:, to : to + size] = moved
-                else:
-                    for head, block in enumerate(target):
-                        array[head, block * size : (block + 1) * size] = moved[head]
+        ...
 
-    def poison(self, slot: int, lens: Ints | int, value: float) -> None:
-        """Overwrite the rows from `lens` ([L, 1 or Hkv], or one for all) on.
+    def read(self, slot: int, layer: int) -> dict[str, Array]:
+        """Return what a slot holds in a layer: KEY and VALUE [Hkv, C, D], and states by name.
 
-        For tests: what a row that is not valid holds changes nothing.
+        The arrays may be the cache's own memory: copy what must outlive the next step.
         """
-        ends = np.broadcast_to(lens, (len(self.keys), self._heads))
-        for i, row in enumerate(ends):
-            for array in (self.keys[i], self.values[i]):
-                for head, end in enumerate(row):
-                    array[slot, head, end:] = value
+        ...
+
+    def write(self, slot: int, layer: int, arrays: Mapping[str, Array]) -> None:
+        """Overwrite what `read` returns, or the first n rows: KEY [Hkv, n, D] with n <= C."""
+        ...
+
+    def read_queries(self, slot: int) -> Array | None:
+        """Return a slot's query ring [W + 1, L*Hq*D] (see `read`), None without a window."""
+        ...
+
+    def write_queries(self, slot: int, ring: Array) -> None:
+        """Overwrite a slot's query ring."""
+        ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import math
 import os
@@ -58,6 +59,24 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             ) from None
 
     return run
+
+
+def add_group(app: typer.Typer, name: str, module: str, help: str) -> None:
+    """Add the commands of the Typer object `app` in `module`, which is imported when they run.
+
+    So that `--help` and `--version` of the whole answer at once.
+    """
+
+    @app.command(
+        name,
+        help=help,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    @command
+    def group(context: typer.Context) -> None:
+        commands: typer.Typer = importlib.import_module(module).app
+        commands(context.args, prog_name=context.command_path)
 
 
 def _mend_streams() -> None:

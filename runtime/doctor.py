@@ -9,6 +9,9 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
+from kvsift.builder import plugin_library
+from kvsift.builder.errors import EngineError
+from kvsift.builder.gpu import gpu_name
 from kvsift.runtime import console
 from kvsift.runtime.sessions.ort import MIN_ORT
 
@@ -92,29 +95,27 @@ def _memory() -> Check:
 
 
 def _tensorrt() -> list[Check]:
-    """Return what stands in the way of TensorRT, which this version does not build for yet."""
+    """Return whether engines of the target tensorrt can be built and run."""
+    fix = ""
+    try:
+        library = str(plugin_library.find())
+    except EngineError as error:
+        library, fix = "no library", str(error)
     package = importlib.util.find_spec("tensorrt") is not None
     driver = _library("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")
+    gpu = gpu_name() if driver else None
+    missing = "no driver" if not driver else "a driver, and no GPU that cuda-python sees"
+    extra = "pip install 'kvsift[tensorrt]'"
+    hardware = "a machine with an NVIDIA GPU and its driver"
+    found = _version("tensorrt") if package else "not installed"
     return [
-        Check(
-            "tensorrt target",
-            False,
-            "not in this version",
-            "use --target ort, which runs on the CPU",
-            needed=False,
-        ),
-        Check(
-            "tensorrt package",
-            package,
-            _version("tensorrt") if package else "not installed",
-            "" if package else "pip install 'kvsift[tensorrt]' once the target is there",
-            needed=False,
-        ),
+        Check("tensorrt package", package, found, "" if package else extra, needed=False),
+        Check("tensorrt plugins", not fix, library, fix, needed=False),
         Check(
             "NVIDIA GPU",
-            driver,
-            "driver found" if driver else "no driver",
-            "" if driver else "a machine with an NVIDIA GPU and its driver",
+            gpu is not None,
+            gpu or missing,
+            "" if gpu else extra if driver else hardware,
             needed=False,
         ),
     ]

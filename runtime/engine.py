@@ -2,68 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from kvsift.builder.errors import CapacityError, EngineError, PackageError, UsageError
+from kvsift.builder.errors import EngineError
 from kvsift.builder.package import load_manifest, verify_hashes
+from kvsift.runtime.admission import admit
 from kvsift.runtime.budgets import BudgetRule, units_of
-from kvsift.runtime.layer_budgets import layer_budgets
-from kvsift.runtime.params import EvictionParams, SamplingParams, check_integer, prompt_ids
+from kvsift.runtime.conversation_file import load_conversation, save_conversation
+from kvsift.runtime.conversations import Conversations
+from kvsift.runtime.decode import decode
+from kvsift.runtime.held import take_rows
+from kvsift.runtime.params import check_integer
+from kvsift.runtime.prefill import Prefill
+from kvsift.runtime.prefixes import Prefixes
+from kvsift.runtime.prompts import encode, load_tokenizer
+from kvsift.runtime.recorder import Recorder
+from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
-from kvsift.runtime.seeds import resolve_seeds
 from kvsift.runtime.sequence import Sequence as RunningSequence
-from kvsift.runtime.sessions import Session, Step
-from kvsift.runtime.sessions.ort import OrtSession
-from kvsift.runtime.sizes import slot_tokens, token_bytes
-from kvsift.runtime.slots import (
-    Slot,
-    compact,
-    every_unit,
-    evictions,
-    kept_units,
-    make_room,
-    move_to,
-    new_slot,
-)
+from kvsift.runtime.sessions import Session
+from kvsift.runtime.sessions.choice import open_session
+from kvsift.runtime.shares import share_out
+from kvsift.runtime.sizes import row_tokens, scratch_tokens, slot_tokens, slots_in, token_bytes
+from kvsift.runtime.slots import Slot, new_slot
+
+__all__ = ["Engine", "Request", "Update"]
 
 Logits = NDArray[np.float32]
 #: More than any machine has; ONNX Runtime starts all that it is told to.
 MAX_THREADS = 1024
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt (text, or token ids) with its parameters."""
-
-    prompt: str | Sequence[int]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    eviction: EvictionParams = field(default_factory=EvictionParams)
-    #: Whether the tokenizer adds its special tokens (False for text from a chat template).
-    add_special_tokens: bool = True
-
-
-@dataclass(frozen=True)
-class Update:
-    """News of request number `index`: new text, and the result when it has finished."""
-
-    index: int
-    text: str
-    result: GenerationResult | None = None
+#: More than is of use; every one takes memory.
+MAX_SLOTS = 1024
 
 
 class Engine:
     """Loads a package and runs requests on it.
 
-    `max_batch` slots (default: the package's), `threads` for ONNX Runtime, `verify` compares the
-    files' hashes first. Raises PackageError or EngineError when the package cannot run.
+    `max_batch` slots (default: the package's), or with `kv_memory` as many as fit in so many bytes
+    beside the scratch, `max_batch` at most. `threads` for ONNX Runtime, `verify` compares the
+    files' hashes first. Raises PackageError or EngineError when the package cannot run,
+    CapacityError if not one sequence fits.
     """
 
     def __init__(
@@ -71,6 +57,7 @@ class Engine:
         directory: str | Path,
         *,
         max_batch: int | None = None,
+        kv_memory: int | None = None,
         threads: int | None = None,
         verify: bool = False,
     ) -> None:
@@ -80,10 +67,18 @@ class Engine:
             verify_hashes(self.directory, self.manifest)
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
-        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", 1024)
+        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
+        self.row_limits: list[int] | None = None
+        if kv_memory is not None:
+            check_integer("kv_memory", kv_memory, 1, "it is bytes for all KV caches, the scratch's")
+            fixed = self.manifest.tensorrt is not None or max_batch is not None
+            most = self.max_batch if fixed else MAX_SLOTS
+            self.max_batch = slots_in(self.manifest, kv_memory, most)
+            self.row_limits = None if policy.shared_lens else row_tokens(self.manifest)
         if threads is not None:
             check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = load_tokenizer(self.directory)
         capacity = slot_tokens(self.manifest)
         self.budgets = BudgetRule(
             block_size=policy.block_size,
@@ -95,18 +90,23 @@ class Engine:
             capacity=capacity,
             max_positions=model.max_positions,
             min_budget_tokens=policy.min_budget_tokens,
+            recent_fraction=policy.recent_fraction,
         )
-        self.session: Session = OrtSession(self.directory, self.manifest, threads)
+        self.session: Session = open_session(self.directory, self.manifest, threads)
         # Where rows differ in length, layers start small and grow to their longest row.
         start = capacity if policy.shared_lens else policy.block_size
         self.cache = self.session.new_cache(self.max_batch, start)
         self.scratch = self.session.new_cache(1, limits.chunk)
-        self._requests = 0
-        self._busy = False
-        #: Overwrite what is evicted or stale: tests use it to show that it changes nothing. With
-        #: NaN, or with large numbers in the portable form, which multiplies stale rows by 0.
-        self.poison = False
-        self._poison = np.nan if self.manifest.attention == "gqa" else 1e4
+        #: Sessions between their turns, and prefixes that prompts share.
+        self.conversations = Conversations()
+        self.prefixes = Prefixes(
+            scratch_tokens(self.manifest) - limits.chunk, token_bytes(self.manifest)
+        )
+        #: Told of every request and eviction while it is set.
+        self.recorder: Recorder | None = None
+        self._numbers = itertools.count()
+        self._claim = threading.Lock()
+        self._owner: tuple[str, str] | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -115,39 +115,7 @@ class Engine:
 
     def encode(self, request: Request) -> list[int]:
         """Return the prompt's token ids; UsageError if it is empty or too long."""
-        ids = self._ids(request)
-        vocab, limits = self.manifest.model.vocab_size, self.manifest.limits
-        positions = self.manifest.model.max_positions
-        if not ids:
-            raise UsageError("empty prompt: there is nothing to condition on; give some text")
-        if wrong := next((i for i in ids if not 0 <= i < vocab), None):
-            raise UsageError(f"token id {wrong} is outside the vocabulary [0, {vocab})")
-        if len(ids) > positions:
-            raise CapacityError(
-                f"the prompt has {len(ids)} tokens and the model has {positions} positions; "
-                f"shorten it"
-            )
-        if len(ids) > limits.max_input:
-            raise CapacityError(
-                f"the prompt has {len(ids)} tokens and the engine was built with --max-input "
-                f"{limits.max_input}; shorten it or rebuild"
-            )
-        return ids
-
-    def _ids(self, request: Request) -> list[int]:
-        """Return the ids of the prompt, none for the empty text; UsageError if it is neither."""
-        prompt = request.prompt
-        if not isinstance(prompt, str):
-            return prompt_ids(prompt)
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"the prompt is not valid text: character {error.start} is the half code "
-                f"{prompt[error.start]!a}, which no UTF-8 text has; mend its encoding"
-            ) from None
-        encoded = self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        return list(encoded.ids) if prompt else []
+        return encode(request, self.tokenizer, self.manifest)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Update]:
         """Run requests, as many at once as there are slots, and yield their news in order of time.
@@ -156,17 +124,33 @@ class Engine:
         iterator early frees the slots; EngineError while another one is open, since both would
         write into the same slots.
         """
-        waiting = deque(self._prepare(i, r) for i, r in enumerate(requests))
-        if self._busy:
-            raise EngineError(
-                "the engine is still answering an earlier request; read its stream to the end or "
-                "close() it first, give all prompts at once, or load a second engine"
-            )
-        self._busy = True
+        asked = self.prepare_all(enumerate(requests))
         try:
-            yield from self._run(waiting)
+            self.claim("an earlier request", "read its stream to the end or close() it first")
+            try:
+                yield from self._run(deque(asked))
+            finally:
+                self.release()
         finally:
-            self._busy = False
+            for sequence in asked:
+                self.leave(sequence)
+
+    def claim(self, owner: str, fix: str) -> None:
+        """Take the slots for one driver of the engine; EngineError if another has them.
+
+        `owner` and `fix` make the message that others get until `release`.
+        """
+        with self._claim:
+            if self._owner is not None:
+                raise EngineError(
+                    f"the engine is still answering {self._owner[0]}; {self._owner[1]}, give all "
+                    "prompts at once, or load a second engine"
+                )
+            self._owner = (owner, fix)
+
+    def release(self) -> None:
+        """Give the slots back."""
+        self._owner = None
 
     def _run(self, waiting: deque[RunningSequence]) -> Iterator[Update]:
         running: dict[int, RunningSequence] = {}
@@ -174,177 +158,156 @@ class Engine:
             while waiting and len(running) < self.max_batch:
                 free = next(i for i in range(self.max_batch) if i not in running)
                 sequence = waiting.popleft()
-                logits = self._prefill(sequence, free)
+                logits = self.prefill(sequence, free)
                 running[free] = sequence
-                yield self._advance(sequence, logits)
+                yield self.advance(sequence, logits)
                 if sequence.finish_reason:
                     del running[free]
             if not running:
                 continue
-            logits = self._decode(list(running.values()))
+            logits = self.decode(list(running.values()))
             for index, sequence in list(running.items()):
-                yield self._advance(sequence, logits[index])
+                yield self.advance(sequence, logits[index])
                 if sequence.finish_reason:
                     del running[index]
+
+    def close(self) -> None:
+        """Give back what the engine holds, on a GPU its memory; it runs nothing afterwards."""
+        self.session.release()
 
     def generate(self, requests: Iterable[Request]) -> list[GenerationResult]:
         """Run requests to their end and return the results in their order."""
         done = {u.index: u.result for u in self.run(requests) if u.result}
         return [done[i] for i in sorted(done)]
 
-    def _prepare(self, index: int, request: Request) -> RunningSequence:
-        ids = self.encode(request)
-        seeds = resolve_seeds(
-            request.sampling.seed,
-            request.eviction.eviction_seed,
-            self.manifest.seed,
-            self._requests,
-        )
-        self._requests += 1
-        limits = self.manifest.limits
-        if self.manifest.policy.scope == "prefill" and request.sampling.max_tokens > (
-            limits.max_output
-        ):
-            raise CapacityError(
-                f"max_tokens is {request.sampling.max_tokens} and the engine was built with "
-                f"--max-output {limits.max_output}; lower it or rebuild"
-            )
-        budget = self.budgets.units(len(ids), request.eviction, request.sampling.max_tokens)
-        model = self.manifest.model
-        return RunningSequence(
-            index=index,
-            prompt=ids,
-            sampling=request.sampling,
-            seeds=seeds,
-            pins=tuple(request.eviction.pin),
-            budget=budget,
-            tokenizer=self.tokenizer,
-            eos_token_ids=model.eos_token_ids,
-            max_positions=model.max_positions,
-        )
+    def prepare_all(self, requests: Iterable[tuple[int, Request]]) -> list[RunningSequence]:
+        """Prepare requests with their indices, all or none."""
+        made: list[RunningSequence] = []
+        try:
+            for index, request in requests:
+                made.append(self.prepare(index, request))
+        except BaseException:
+            for sequence in made:
+                self.leave(sequence)
+            raise
+        return made
 
-    def _prefill(self, sequence: RunningSequence, index: int) -> Logits:
-        """Read the prompt into the scratch in chunks, evict, and move what stays into a slot."""
-        policy, chunk = self.manifest.policy, self.manifest.limits.chunk
-        ids = sequence.prompt
-        source = self._slot(sequence, 0, units_of(len(ids), policy.block_size))
-        # GroupQueryAttention pays for valid rows only: grow once. The portable form pays for all.
-        whole = units_of(len(ids), chunk) * chunk if self.manifest.attention == "gqa" else 0
-        self.scratch.clear_memory(0)
-        kept = None
-        for start in range(0, len(ids), chunk):
-            part = np.array([ids[start : start + chunk]], np.int64)
-            size = part.shape[1]
-            for layer in range(len(source.lens)):
-                self.scratch.grow(layer, max(whole, start + chunk))
-            past = self._past_lens([source])
-            source.append(size)
-            last = start + size == len(ids)
-            evicts = last and policy.in_prefill and source.is_over()
-            step = Step(
-                input_ids=part,
-                position_ids=np.arange(start, start + size, dtype=np.int64)[None],
-                n_new=np.array([size], np.int32),
-                past_lens=past,
-                evictions=evictions([source], self.manifest, True) if evicts else None,
-            )
-            output = self.session.run(self.scratch, step)
-            kept = output.kept
-        units = every_unit(source) if kept is None else kept_units(kept, 0)
-        if kept is not None:
-            source.steps += 1
-            source.coverages.append(float(kept.coverage.mean()))
-        slot = self._slot(sequence, index, self.budgets.capacity // policy.block_size)
-        move_to(self.cache, self.scratch, source, slot, units)
-        slot.coverages = source.coverages
-        if self.poison:
-            self.scratch.poison(0, 0, self._poison)
-            self.cache.poison(index, slot.lens, self._poison)
-        sequence.slot = slot
-        row: Logits = self._last(output.logits)[0]
-        return row
+    def prepare(self, index: int, request: Request) -> RunningSequence:
+        """Return a checked request with its ids, seeds and budget; `index` names its updates.
 
-    def _decode(self, sequences: list[RunningSequence]) -> Logits:
-        """Run one token of every sequence; rows of the result are slots."""
-        batch = 1 + max(s.slot.index for s in sequences)
-        ids = np.zeros((batch, 1), np.int64)
-        positions = np.zeros((batch, 1), np.int64)
-        n_new = np.zeros(batch, np.int32)
-        full = []
-        past = self._past_lens([s.slot for s in sequences], batch)
-        for sequence in sequences:
-            slot = sequence.slot
-            ids[slot.index] = sequence.tokens[-1]
-            positions[slot.index] = slot.seen
-            n_new[slot.index] = 1
-            make_room(self.cache, slot)
-            slot.append(1)
-            if self.manifest.policy.in_decode and slot.is_full():
-                full.append(slot)
-        step = Step(ids, positions, n_new, past)
-        if full:
-            step.evictions = evictions(full, self.manifest, False)
-        output = self.session.run(self.cache, step)
-        if output.kept is not None:
-            for e, slot in enumerate(full):
-                units = kept_units(output.kept, e)
-                compact(self.cache, slot, units, self.manifest.policy.needs_order)
-                slot.steps += 1
-                slot.coverages.append(float(output.kept.coverage[:, e].mean()))
-                if self.poison:
-                    self.cache.poison(slot.index, slot.lens, self._poison)
-        return self._last(output.logits)
+        Its session is busy from now on until `result` or `leave`. UsageError if the prompt is empty
+        or too long or a parameter does not fit it, CapacityError if a slot cannot hold what is
+        asked for, SessionError if the session is busy already.
+        """
+        return admit(self, index, request, self._numbers)
 
-    def _last(self, logits: Logits) -> Logits:
+    def leave(self, sequence: RunningSequence) -> None:
+        """Let go of a sequence that ends without a result: its session stays as it was."""
+        if sequence.holds_session:
+            assert sequence.session_id is not None
+            sequence.holds_session = False
+            self.conversations.release(sequence.session_id)
+
+    def save_session(self, session_id: str, path: str | Path) -> None:
+        """Write a session to a file; SessionError if it is answering, gone or unknown."""
+        save_conversation(path, self.conversations.get(session_id), self.manifest)
+
+    def load_session(self, path: str | Path, session_id: str) -> None:
+        """Read a session from a file under an id that is not busy, in the place of an older one.
+
+        SessionError if the file is damaged or was saved by another package.
+        """
+        conversation = load_conversation(path, self.manifest)
+        self.conversations.find(session_id)
+        self.conversations.put(session_id, conversation)
+
+    def begin(self, sequence: RunningSequence, index: int, source: Slot | None = None) -> Prefill:
+        """Return the reading of a sequence's prompt into slot `index`, whose steps do the work.
+
+        `source` describes rows that the scratch holds already; without it reading starts empty,
+        and nothing of an earlier request is read. The scratch holds one prompt at a time.
+        """
+        if self.recorder is not None:
+            self.recorder.begin(sequence)
+        if source is None:
+            source = self._start(sequence)
+        return Prefill(self, sequence, index, source)
+
+    def _start(self, sequence: RunningSequence) -> Slot:
+        """Return the scratch's book of a sequence, with what an earlier turn or a prefix left."""
+        rows = min(len(sequence.prompt), scratch_tokens(self.manifest))
+        source = self.new_slot(sequence, 0, units_of(rows, self.manifest.policy.block_size))
+        talk = sequence.conversation
+        held = talk.rows if talk is not None else self.prefixes.rows(sequence.prompt)
+        if held is None:
+            self.scratch.clear_memory(0)
+        else:
+            held.put(self.scratch, source)
+            sequence.cached_tokens = held.seen
+        return source
+
+    def prefill(self, sequence: RunningSequence, index: int) -> Logits:
+        """Read a whole prompt into slot `index` and return its last token's logits [V]."""
+        reading = self.begin(sequence, index)
+        while (logits := reading.step()) is None:
+            pass
+        return logits
+
+    def decode(self, sequences: Sequence[RunningSequence]) -> Logits:
+        """Run one token of every sequence; rows of the result [B, V] are slots."""
+        return decode(self, sequences)
+
+    def last_logits(self, logits: Logits) -> Logits:
         """Return the last token's logits [B, V] of a step."""
         return logits[:, -1] if self.manifest.all_logits else logits
 
-    def _past_lens(self, slots: list[Slot], batch: int = 1) -> NDArray[np.int32]:
-        """Return the lengths of slots below `batch` as the graph takes them, see `names.py`."""
-        layers, rows = slots[0].lens.shape
-        lens = np.zeros((layers, batch, rows), np.int32)
-        for slot in slots:
-            lens[:, slot.index] = slot.lens
-        if self.manifest.policy.shared_lens:
-            lens = lens[:1]
-        return lens.reshape(len(lens), batch * rows)
-
-    def _advance(self, sequence: RunningSequence, logits: Logits) -> Update:
+    def advance(self, sequence: RunningSequence, logits: Logits) -> Update:
         """Choose the next token of a sequence and report what is new."""
+        count = len(sequence.tokens)
         text = sequence.advance(logits, time.perf_counter())
-        result = None
-        if sequence.finish_reason:
-            allocated = self.cache.nbytes // self.cache.slots
-            result = sequence.result(self.kv_bytes_per_token, allocated)
-        return Update(sequence.index, text, result)
+        result = self.result(sequence) if sequence.finish_reason else None
+        return Update(sequence.index, text, result, tuple(sequence.tokens[count:]))
 
-    def _slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
+    def result(self, sequence: RunningSequence) -> GenerationResult:
+        """Return the result of a sequence that has ended."""
+        if self.recorder is not None:
+            self.recorder.end(sequence)
+        if sequence.holds_session and hasattr(sequence, "slot"):
+            assert sequence.session_id is not None
+            sequence.holds_session = False
+            rows = take_rows(self.cache, sequence.slot)
+            self.conversations.put(sequence.session_id, sequence.after(rows))
+        self.leave(sequence)
+        allocated = self.cache.nbytes // self.cache.slots
+        return sequence.result(self.kv_bytes_per_token, allocated)
+
+    def new_slot(self, sequence: RunningSequence, index: int, units: int) -> Slot:
+        """Return an empty slot of a sequence with its budgets and room for `units` unit ids."""
         policy, model, size = self.manifest.policy, self.manifest.model, len(sequence.prompt)
-        budgets, recent = None, 0
         spare = policy.decode_interval if policy.in_decode else sequence.sampling.max_tokens
-        if sequence.budget is not None:
-            recent = int(policy.recent_fraction * sequence.budget)
-            forced = self.budgets.forced(size, sequence.pins) + recent
-            prompt_units = units_of(size, policy.block_size)
-            budgets = layer_budgets(policy, sequence.budget, prompt_units, model.num_layers, forced)
-        return new_slot(
+        slot = new_slot(
             model,
             policy,
             index,
             units,
-            budgets,
+            None,
             seed=sequence.seeds.eviction,
             pins=sequence.pins,
             spare=min(model.max_positions - size, spare),
-            recent=recent * policy.block_size,
         )
+        if sequence.budget is not None:
+            self.set_budget(slot, sequence)
+        return slot
 
-    def _load_tokenizer(self) -> Tokenizer:
-        path = self.directory / "tokenizer.json"
-        try:
-            tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise PackageError(f"{path} cannot be read ({error}); rebuild the engine") from None
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+    def set_budget(self, slot: Slot, sequence: RunningSequence) -> None:
+        """Share a sequence's budget out over the layers and heads of its slot."""
+        assert sequence.budget is not None
+        share_out(
+            slot,
+            sequence.budget,
+            self.manifest,
+            self.budgets,
+            prompt_tokens=len(sequence.prompt),
+            params=sequence.eviction,
+            pins=sequence.pins,
+        )

@@ -14,21 +14,28 @@ Ints = NDArray[np.int32]
 
 
 def layer_budgets(
-    policy: Policy, units: int, prompt_units: int, num_layers: int, forced: int
+    policy: Policy,
+    units: int,
+    prompt_units: int,
+    num_layers: int,
+    forced: int,
+    share: str | Sequence[float] | None = None,
 ) -> Ints:
     """Return one budget in units per layer, int32 [L]; they sum to num_layers * units exactly.
 
-    No layer falls below `forced` + 1 units (or `units`, if that is less).
+    `share` is a rule in the place of the policy's own. No layer falls below `forced` + 1 units (or
+    `units`, if that is less).
     """
-    rule = policy.layer_budgets
+    rule = policy.layer_budgets if share is None else share
     if rule == "uniform":
         return np.full(num_layers, units, np.int32)
     if rule == "pyramid":
         window = -(-policy.window // policy.block_size)
         shares = pyramid(units, prompt_units, num_layers, window, policy.pyramid_beta)
     else:
+        assert not isinstance(rule, str)
         shares = weighted(rule, units, num_layers)
-    return _exact(shares, num_layers * units, min(units, forced + 1))
+    return exact_shares(shares, num_layers * units, min(units, forced + 1))
 
 
 def pyramid(
@@ -61,7 +68,7 @@ def weighted(weights: Sequence[float], units: int, num_layers: int) -> NDArray[n
     return shares
 
 
-def _exact(shares: NDArray[np.float64], total: int, least: int) -> Ints:
+def exact_shares(shares: NDArray[np.float64], total: int, least: int) -> Ints:
     """Round the shares to integers >= least with the given sum, each as near as that allows."""
     rounded = np.maximum(np.rint(shares), least).astype(np.int64)
     while (off := int(total - rounded.sum())) != 0:

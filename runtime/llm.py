@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from kvsift.builder.errors import UsageError
-from kvsift.runtime.chat import ChatTemplate, Message
-from kvsift.runtime.engine import Engine, Request
+from kvsift.runtime.chat import ChatTemplate, Message, encode_chat
+from kvsift.runtime.dialogue import next_turn
+from kvsift.runtime.engine import Engine
+from kvsift.runtime.output import RequestOutput
 from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.pins import role_pins
+from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
+from kvsift.runtime.scheduler import Scheduler
 
 Params = TypeVar("Params", SamplingParams, EvictionParams)
 Prompt = str | Sequence[int]
@@ -21,12 +29,15 @@ Conversation = Sequence[Message]
 
 
 class LLM:
-    """An engine with its tokenizer and chat template.
+    """An engine with its tokenizer and chat template, and a scheduler that runs its requests.
 
     `max_batch` sequences run at a time (default: what the engine was built for) on `threads`
-    threads (default: ONNX Runtime's choice); `verify` compares the files' hashes with the manifest
-    first. Raises PackageError or EngineError when the engine cannot run here. One thread of the
-    program may use it at a time.
+    threads (default: ONNX Runtime's choice). `kv_memory` (bytes, or text such as "2GiB") bounds the
+    KV caches and decides how many sequences run at a time, `max_batch` at most. `verify` compares
+    the files' hashes with the manifest first. `max_queue` requests may wait; `prefill_chunks` as in
+    `Scheduler`. Any thread and any event loop may use it. `close()`, or leaving it as a context
+    manager, cancels what still runs. Raises PackageError or EngineError when the engine cannot run
+    here, CapacityError when not one sequence fits.
     """
 
     def __init__(
@@ -34,11 +45,48 @@ class LLM:
         engine_dir: str | os.PathLike[str],
         *,
         max_batch: int | None = None,
+        kv_memory: int | str | None = None,
         threads: int | None = None,
         verify: bool = False,
+        max_queue: int = 256,
+        prefill_chunks: int = 1,
     ) -> None:
-        directory = Path(engine_dir).expanduser()
-        self.engine = Engine(directory, max_batch=max_batch, threads=threads, verify=verify)
+        if not isinstance(engine_dir, (str, os.PathLike)):
+            raise UsageError(
+                f"engine_dir must be the path of a directory, got {engine_dir!r:.60}; make one "
+                "with build_engine"
+            )
+        if isinstance(kv_memory, str):
+            from kvsift.runtime.console import parse_size
+
+            kv_memory = parse_size(kv_memory)
+        self.engine = Engine(
+            Path(engine_dir).expanduser(),
+            max_batch=max_batch,
+            kv_memory=kv_memory,
+            threads=threads,
+            verify=verify,
+        )
+        self.scheduler = Scheduler(self.engine, max_queue=max_queue, prefill_chunks=prefill_chunks)
+        # The scheduler's thread keeps the scheduler alive, and nothing else of this.
+        self._stop = weakref.finalize(self, self.scheduler.stop)
+        self._stop.atexit = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs, stop and free the engine; no request can be made after that."""
+        self.scheduler.close()
+        self.engine.close()
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -50,36 +98,68 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         eviction: EvictionParams | Sequence[EvictionParams] | None = None,
+        *,
+        session_id: str | None = None,
     ) -> list[GenerationResult]:
         """Continue prompts (texts or lists of token ids) and return the results in their order.
 
-        Parameters are for all prompts, or one for each. UsageError if a prompt is empty, too long
+        Parameters are for all prompts, or one for each; with `session_id` the only prompt goes on
+        from what that session has said (see `Request`). UsageError if a prompt is empty, too long
         or does not fit the cache; then nothing runs.
         """
         asked = _prompts(prompts)
+        _check_one(session_id, asked)
         sampling = _spread("sampling_params", sampling_params, SamplingParams, len(asked))
         evict = _spread("eviction", eviction, EvictionParams, len(asked))
-        return self.engine.generate([Request(*r) for r in zip(asked, sampling, evict, strict=True)])
+        return self._finish(
+            [Request(*r, session_id=session_id) for r in zip(asked, sampling, evict, strict=True)]
+        )
+
+    def generate_async(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        eviction: EvictionParams | None = None,
+        *,
+        streaming: bool = False,
+        session_id: str | None = None,
+    ) -> RequestOutput:
+        """Submit one prompt, or messages, and return at once.
+
+        Await what is returned for the GenerationResult; with `streaming`, iterate over it with
+        `async for` (or `for`) for the answer as it grows. UsageError if the prompt is empty, too
+        long or does not fit the cache; QueueFullError when too many requests wait.
+        """
+        request = self._request(prompt, sampling_params, eviction, session_id)
+        return RequestOutput(self.scheduler.submit(request), streaming, self)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         eviction: EvictionParams | Sequence[EvictionParams] | None = None,
+        *,
+        pin_roles: str | Sequence[str] = (),
+        session_id: str | None = None,
         **variables: Any,
     ) -> list[GenerationResult]:
         """Answer conversations: messages {"role", "content"}, or a list of such lists.
 
-        The model's chat template makes the prompt; `variables` go to it as they are.
+        The model's chat template makes the prompt; `variables` go to it as they are. What the
+        roles of `pin_roles` say is never evicted. With `session_id` there is one conversation, of
+        which a later call gives the new messages only.
         """
         single = not isinstance(messages, Sequence) or not messages
         single = single or isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if single else messages
+        _check_one(session_id, talks)
         sampling = _spread("sampling_params", sampling_params, SamplingParams, len(talks))
         evict = _spread("eviction", eviction, EvictionParams, len(talks))
-        return self.engine.generate(
+        return self._finish(
             [
-                self.chat_request(talk, s, e, **variables)
+                self.chat_request(
+                    talk, s, e, pin_roles=pin_roles, session_id=session_id, **variables
+                )
                 for talk, s, e in zip(talks, sampling, evict, strict=True)
             ]
         )
@@ -89,30 +169,104 @@ class LLM:
         prompt: Prompt | Conversation,
         sampling_params: SamplingParams | None = None,
         eviction: EvictionParams | None = None,
+        *,
+        session_id: str | None = None,
     ) -> Iterator[str]:
-        """Yield the answer to a prompt, or to messages, piece by piece as it becomes certain."""
-        sampling = _spread("sampling_params", sampling_params, SamplingParams, 1)[0]
-        evict = _spread("eviction", eviction, EvictionParams, 1)[0]
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            request = self.chat_request(cast(Conversation, prompt), sampling, evict)
-        else:
-            request = Request(cast(Prompt, prompt), sampling, evict)
-        return (update.text for update in self.engine.run([request]) if update.text)
+        """Yield the answer to a prompt, or to messages, piece by piece as it becomes certain.
+
+        Closing the iterator, or dropping it, cancels the request.
+        """
+        updates = self.updates(self._request(prompt, sampling_params, eviction, session_id))
+        return (update.text for update in updates if update.text)
+
+    def updates(self, request: Request) -> Iterator[Update]:
+        """Run a request and yield its news; closing the iterator, or dropping it, cancels it."""
+        ticket = self.scheduler.submit(request)
+        try:
+            yield from ticket
+        finally:
+            ticket.cancel()
 
     def chat_request(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         eviction: EvictionParams | None = None,
+        *,
+        pin_roles: str | Sequence[str] = (),
+        session_id: str | None = None,
         **variables: Any,
     ) -> Request:
-        """Return the request for messages, its text made by the chat template."""
+        """Return the request for messages, its text made by the chat template.
+
+        What the roles of `pin_roles` (such as "system") say is never evicted. With a `session_id`
+        that has said something the messages are what comes next. UsageError if no message has such
+        a role, SessionError if the session is answering.
+        """
+        talk = None if session_id is None else self.engine.conversations.find(session_id)
+
+        def render(told: Conversation) -> str:
+            if talk is None:
+                return self.template.render(told, **variables)
+            return next_turn(partial(self.template.render, **variables), told)
+
+        evict = eviction or EvictionParams()
+        if talk is not None:  # roles that spoke before are pinned already
+            asked = [pin_roles] if isinstance(pin_roles, str) else pin_roles
+            pin_roles = [r for r in asked if any(m.get("role") == r for m in messages)]
+        if pin_roles:
+            tokenizer, model = self.engine.tokenizer, self.engine.manifest.model
+            pins = role_pins(render, tokenizer, messages, pin_roles)
+            if talk is not None:
+                ids = encode_chat(tokenizer, render(messages))
+                start = len(talk.prompt(ids, model)) - len(ids)
+                pins = [(start + a, start + b) for a, b in pins]
+            evict = replace(evict, pin=[*evict.pin, *pins])
         return Request(
-            self.template.render(messages, **variables),
+            render(messages),
             sampling_params or SamplingParams(),
-            eviction or EvictionParams(),
+            evict,
             add_special_tokens=False,  # the template writes its own
+            session_id=session_id,
         )
+
+    def add_prefix(self, prompt: Prompt | Conversation) -> None:
+        """Keep the dense rows of a text (token ids, messages) that many prompts begin with.
+
+        The first prompt that begins with it leaves them, later ones do not read it again. Of
+        messages it is the text before the mark that begins an answer. UsageError if it is empty,
+        CapacityError if it is too long.
+        """
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            text = self.template.render(cast(Conversation, prompt), False)
+            request = Request(text, add_special_tokens=False)
+        else:
+            request = Request(cast(Prompt, prompt))
+        self.engine.prefixes.add(self.engine.encode(request))
+
+    def _request(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None,
+        eviction: EvictionParams | None,
+        session_id: str | None,
+    ) -> Request:
+        """Return the request for a prompt or for messages."""
+        sampling = _spread("sampling_params", sampling_params, SamplingParams, 1)[0]
+        evict = _spread("eviction", eviction, EvictionParams, 1)[0]
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            talk = cast(Conversation, prompt)
+            return self.chat_request(talk, sampling, evict, session_id=session_id)
+        return Request(cast(Prompt, prompt), sampling, evict, session_id=session_id)
+
+    def _finish(self, requests: list[Request]) -> list[GenerationResult]:
+        """Run requests to their end; an interrupt cancels them."""
+        tickets = self.scheduler.submit_all(requests, unlimited=True)
+        try:
+            return [ticket.result() for ticket in tickets]
+        finally:
+            for ticket in tickets:
+                ticket.cancel()
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -121,6 +275,14 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [cast(Prompt, prompts)]  # the engine refuses what is no prompt
     items: list[Prompt] = list(cast(Sequence[Prompt], prompts))
     return [cast(Prompt, items)] if items and isinstance(items[0], Integral) else items
+
+
+def _check_one(session_id: str | None, asked: Sequence[Any]) -> None:
+    """Raise UsageError if several prompts are to be one turn of a session."""
+    if session_id is not None and len(asked) != 1:
+        raise UsageError(
+            f"session_id {session_id!r} is for one prompt, got {len(asked)}; give each its own turn"
+        )
 
 
 def _spread(

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.seeds import check_seed
@@ -88,7 +89,8 @@ def prompt_ids(prompt: object) -> list[int]:
 class SamplingParams:
     """How the next token is chosen and when generation ends; raises UsageError if out of range.
 
-    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1, presence_penalty 0 and
+    frequency_penalty 0 are off. `bad_words` are texts that must not be generated.
     `logprobs` is the number of alternatives reported beside the chosen token (0: the chosen one
     only, None: nothing). A single `stop` string may be given bare. Lists are kept as tuples.
     """
@@ -99,7 +101,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: Sequence[str] = ()
+    bad_words: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -117,7 +122,11 @@ class SamplingParams:
             "repetition_penalty", self.repetition_penalty, "(0, inf)", "use 1 to switch it off"
         )
         _set(self, "repetition_penalty", penalty)
-        _set(self, "stop", self._stop_strings())
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = _in_range(name, getattr(self, name), "[-2, 2]", "use 0 to switch it off")
+            _set(self, name, value)
+        _set(self, "stop", _texts("stop", self.stop, "stop string"))
+        _set(self, "bad_words", _texts("bad_words", self.bad_words, "bad word"))
         ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         fix = "give ids of the model's vocabulary"
         _set(self, "stop_token_ids", tuple(check_integer("stop_token_ids", i, 0, fix) for i in ids))
@@ -132,21 +141,20 @@ class SamplingParams:
         if self.seed is not None:
             _set(self, "seed", check_seed("seed", self.seed))
 
-    def _stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings; UsageError for an empty one or one that is not text."""
-        given = self.stop
-        items = [given] if isinstance(given, str) else _items("stop", given, "strings")
-        for item in items:
-            if not isinstance(item, str):
-                raise UsageError(
-                    f"stop must be a list of strings, got {_show(item)} ({type(item).__name__}); "
-                    "use stop_token_ids for token ids"
-                )
-            if not item:
-                raise UsageError(
-                    "empty stop string in stop; it would end every answer at once, leave it out"
-                )
-        return tuple(str(item) for item in items)
+
+def _texts(name: str, given: object, kind: str) -> tuple[str, ...]:
+    """Return a list of strings, one may be given bare; UsageError for what is empty or no text."""
+    items = [given] if isinstance(given, str) else _items(name, given, "strings")
+    for item in items:
+        if not isinstance(item, str):
+            hint = "use stop_token_ids for token ids" if name == "stop" else "give texts"
+            raise UsageError(
+                f"{name} must be a list of strings, got {_show(item)} ({type(item).__name__}); "
+                f"{hint}"
+            )
+        if not item:
+            raise UsageError(f"empty {kind} in {name}; every text holds it, leave it out")
+    return tuple(str(item) for item in items)
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,10 @@ class EvictionParams:
     switches eviction off; `budget_tokens` is an absolute budget instead of it, to which
     `min_budget_tokens` does not apply. `pin` lists token spans [start, end) of the prompt that
     are never evicted. `eviction_seed` is a 64-bit seed; it defaults to the sampling seed.
+    `min_coverage` in (0, 1] raises the budget, up to what the slot holds, until every eviction
+    keeps that share of the score's mass. `layer_budgets` shares the budget out among the layers:
+    "uniform", "pyramid", or one positive weight per layer; `head_budgets` shares each layer's
+    among its KV heads, one weight per head. Both need an engine whose rows may differ in length.
     """
 
     density: float | None = None
@@ -164,6 +176,9 @@ class EvictionParams:
     min_budget_tokens: int | None = None
     eviction_seed: int | None = None
     pin: Sequence[Span] = ()
+    min_coverage: float | None = None
+    layer_budgets: Literal["uniform", "pyramid"] | Sequence[float] | None = None
+    head_budgets: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.density is not None:
@@ -185,6 +200,22 @@ class EvictionParams:
         if self.eviction_seed is not None:
             _set(self, "eviction_seed", check_seed("eviction_seed", self.eviction_seed))
         _set(self, "pin", tuple(_span(item) for item in _items("pin", self.pin, "spans")))
+        if self.min_coverage is not None:
+            fix = "0.9 keeps nine tenths of the attention mass"
+            _set(self, "min_coverage", _in_range("min_coverage", self.min_coverage, "(0, 1]", fix))
+        if self.layer_budgets not in (None, "uniform", "pyramid"):
+            _set(self, "layer_budgets", _weights("layer_budgets", self.layer_budgets))
+        if self.head_budgets is not None:
+            _set(self, "head_budgets", _weights("head_budgets", self.head_budgets))
+
+
+def _weights(name: str, given: object) -> tuple[float, ...]:
+    """Return positive weights of layers or heads, as they share out a budget."""
+    fix = "give one weight each, such as 3, 2, 1"
+    items = _items(name, given, "positive weights")
+    if not items:
+        raise UsageError(f"{name} is empty; {fix}")
+    return tuple(_in_range(name, item, "(0, inf)", fix) for item in items)
 
 
 def _span(item: object) -> Span:

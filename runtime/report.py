@@ -9,16 +9,25 @@ from kvsift.runtime import console
 from kvsift.runtime.sizes import sizes
 
 
-def print_report(directory: Path, manifest: Manifest, target: str, memory: int | None) -> None:
-    """Print parameters, files and memory of a new engine; `memory` bytes decide what fits."""
+def print_report(
+    directory: Path, manifest: Manifest, target: str, memory: int | None, seconds: float
+) -> None:
+    """Print parameters, files and memory of a new engine, which was built in `seconds`.
+
+    `memory` bytes for KV caches decide what fits. Without it, all that is free on this machine
+    counts, if the engine runs in its memory.
+    """
     size, limits = sizes(manifest), manifest.limits
     free = memory
-    if free is None:
-        free = console.available_memory()
-    where = "in the memory given" if memory is not None else "in the memory available here"
+    if free is None and manifest.target == "ort" and (found := console.available_memory()):
+        free = max(0, found - size.weights)
+    where = (
+        "in the memory given" if memory is not None else "in the memory that the weights leave here"
+    )
     text = console.size_text
     rows = [
-        ["target", target],
+        ["target", _made_with(manifest, target)],
+        ["built in", f"{seconds:.1f} s"],
         ["policy", f"{manifest.policy.name}, density {limits.density:g}"],
         ["parameters", f"{manifest.parameters:,}"],
         *([name, text(file.bytes)] for name, file in manifest.files.items()),
@@ -32,3 +41,10 @@ def print_report(directory: Path, manifest: Manifest, target: str, memory: int |
         fit = f"{size.sequences(free)} (dense: {size.sequences(free, dense=True)})"
         rows.append(["sequences that fit", f"{fit} {where}, {text(free)}"])
     console.print_table(str(directory), ["", ""], rows)
+
+
+def _made_with(manifest: Manifest, target: str) -> str:
+    """Return the target with TensorRT's version and GPU, where an engine was built."""
+    built = manifest.tensorrt
+    parts = [part for part in (built.version, built.gpu) if part] if built else []
+    return f"{target}, {', '.join(parts)}" if parts else f"{target}, {manifest.dtype}"

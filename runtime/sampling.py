@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import EngineError
+from kvsift.builder.errors import EngineError, UsageError
 from kvsift.runtime.params import SamplingParams
 
 Floats = NDArray[np.float64]
@@ -55,14 +55,19 @@ class Choice:
 class Sampler:
     """Chooses the tokens of one request.
 
-    Greedy (ties to the lowest id) at temperature 0. Else in this order: repetition penalty,
+    Greedy (ties to the lowest id) at temperature 0. Else in this order: penalties, bad words,
     temperature, top_k, top_p, min_p, then one uniform number of the sampler's own Philox
     generator with key `seed` picks from what is left: a choice depends on the logits, the
-    history and the seed, never on other requests.
+    history and the seed, never on other requests. `bad_ids` are sequences of ids of which the
+    last is never chosen after the others.
     """
 
-    def __init__(self, params: SamplingParams, seed: int) -> None:
+    def __init__(
+        self, params: SamplingParams, seed: int, bad_ids: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.params = params
+        self._bad = [tuple(ids) for ids in bad_ids if ids]
+        self._counts: dict[int, int] = {}  # of the tokens chosen so far
         self._random = np.random.Generator(np.random.Philox(key=seed))
 
     def next(self, logits: NDArray[np.float32], history: History) -> Choice:
@@ -77,24 +82,52 @@ class Sampler:
                 f"the model gave logits that are not usable (maximum {peak}, {count} of "
                 f"{logits.size} NaN); check the weights, or rebuild without --quantize"
             )
-        scores = self._penalised(logits, history)
+        scores = self._without_bad(self._penalised(logits, history), history)
         token = int(scores.argmax()) if self.params.temperature == 0 else self._draw(scores)
+        self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.logprobs is None:
             return Choice(token)
         return Choice(token, _logprobs(logits, token, self.params.logprobs))
 
     def _penalised(self, logits: NDArray[np.float32], history: History) -> NDArray[np.floating]:
-        """Return the scores [V]: a seen token's logit / penalty, or * penalty where it is < 0."""
-        penalty = self.params.repetition_penalty
-        if penalty == 1.0 or len(history) == 0:
+        """Return the scores [V] after the penalties.
+
+        A token in prompt or answer gets logit / repetition_penalty, or * it where the logit is
+        negative; one that the answer holds c times loses presence_penalty + c frequency_penalty.
+        """
+        params = self.params
+        repeats = params.repetition_penalty != 1.0 and len(history) > 0
+        counts = bool(params.presence_penalty or params.frequency_penalty) and bool(self._counts)
+        if not repeats and not counts:
             return logits
         scores = logits.astype(np.float64)
-        seen = np.asarray(history, np.int64)
-        old = scores[seen]
-        # A repeated id writes the same value twice, so `seen` need not be unique.
-        with np.errstate(over="ignore"):
-            changed = np.where(old < 0, old * penalty, old / penalty)
-        scores[seen] = np.minimum(changed, _LARGEST)
+        if repeats:
+            seen = np.asarray(history, np.int64)
+            old = scores[seen]
+            # A repeated id writes the same value twice, so `seen` need not be unique.
+            with np.errstate(over="ignore"):
+                factor = params.repetition_penalty
+                changed = np.where(old < 0, old * factor, old / factor)
+            scores[seen] = np.minimum(changed, _LARGEST)
+        if counts:
+            chosen = np.array(list(self._counts), np.int64)
+            times = np.array(list(self._counts.values()), np.float64)
+            scores[chosen] -= params.presence_penalty + params.frequency_penalty * times
+        return scores
+
+    def _without_bad(self, scores: NDArray[np.floating], history: History) -> NDArray[np.floating]:
+        """Return the scores [V] with -inf for every token that would complete a bad word."""
+        banned = [
+            ids[-1]
+            for ids in self._bad
+            if len(ids) == 1 or tuple(int(i) for i in history[1 - len(ids) :]) == ids[:-1]
+        ]
+        if not banned:
+            return scores
+        scores = scores.astype(np.float64)
+        scores[banned] = -np.inf
+        if not np.isfinite(scores.max()):
+            raise UsageError(f"bad_words {self.params.bad_words!r:.60} leave no token to choose")
         return scores
 
     def _draw(self, scores: NDArray[np.floating]) -> int:

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvsift.runtime.params import SamplingParams
+from kvsift.runtime.conversations import Conversation
+from kvsift.runtime.guardrail import Guardrail
+from kvsift.runtime.held import HeldRows
+from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import FinishReason, GenerationResult, Timings
 from kvsift.runtime.sampling import Sampler, TokenLogprobs
 from kvsift.runtime.seeds import Seeds
@@ -19,7 +22,7 @@ from kvsift.runtime.text import TextStream
 
 
 class Sequence:
-    """State of one request between steps; `slot` is set when its prompt has been read."""
+    """State of one request between steps; it has a `slot` once its prompt has been read."""
 
     slot: Slot
 
@@ -30,18 +33,30 @@ class Sequence:
         prompt: Seq[int],
         sampling: SamplingParams,
         seeds: Seeds,
-        pins: tuple[tuple[int, int], ...],
+        eviction: EvictionParams,
         budget: int | None,
         tokenizer: Tokenizer,
         eos_token_ids: Seq[int],
         max_positions: int,
+        session_id: str | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         self.index = index
         self.prompt = list(prompt)
         self.sampling = sampling
         self.seeds = seeds
-        self.pins = pins
+        self.eviction = eviction
+        self.pins = tuple(eviction.pin)
+        self.session_id = session_id
+        #: Whether the session is busy with this request.
+        self.holds_session = False
+        #: The session as the request found it, None for a new one or none.
+        self.conversation = conversation
+        minimum = eviction.min_coverage
+        self.guardrail = None if minimum is None else Guardrail(minimum)
         self.budget = budget
+        #: Tokens of the prompt that did not have to be read again.
+        self.cached_tokens = 0
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._room = min(sampling.max_tokens, max_positions - len(self.prompt))
@@ -49,7 +64,7 @@ class Sequence:
         if not sampling.ignore_eos:
             self._stops |= set(eos_token_ids)
         self._stream = TextStream(tokenizer, sampling.stop)
-        self._sampler = Sampler(sampling, seeds.sampling)
+        self._sampler = Sampler(sampling, seeds.sampling, _bad_ids(tokenizer, sampling.bad_words))
         self._logprobs: list[TokenLogprobs] = []
         self._begin = time.perf_counter()
         self._times: list[float] = []
@@ -59,7 +74,7 @@ class Sequence:
         if self._room == 0:
             self.finish_reason = "length"
             return self._stream.finish()
-        history = np.array(self.prompt + self.tokens, np.int64)
+        history = self.prompt + self.tokens
         choice = self._sampler.next(logits, history)
         self.tokens.append(choice.token)
         self._times.append(now)
@@ -78,12 +93,47 @@ class Sequence:
                 self.finish_reason = "stop"
         return text
 
+    @property
+    def latency_s(self) -> float:
+        """Seconds that the newest token took: since the one before, or since the request came."""
+        return self._times[-1] - (self._times[-2] if len(self._times) > 1 else self._begin)
+
+    @property
+    def past(self) -> int:
+        """Tokens of the prompt that earlier turns have seen."""
+        return self.conversation.rows.seen if self.conversation else 0
+
+    @property
+    def past_evictions(self) -> int:
+        """Evictions of earlier turns."""
+        return self.conversation.rows.steps if self.conversation else 0
+
+    def after(self, rows: HeldRows) -> Conversation:
+        """Return the session as this request leaves it, with what its slot holds."""
+        talk = self.conversation
+        return Conversation(
+            tokens=(*self.prompt, *self.tokens),
+            rows=rows,
+            pins=self.pins,
+            seeds=talk.seeds if talk else self.seeds,
+            turns=1 + (talk.turns if talk else 0),
+        )
+
+    def cancel(self) -> str:
+        """End the request where it stands and return the text that was held back."""
+        self.finish_reason = "cancelled"
+        return self._stream.finish()
+
     def result(self, kv_bytes_per_token: int, kv_bytes_allocated: int) -> GenerationResult:
-        """Return the finished request's result; `kv_bytes_per_token` is over all layers."""
-        slot = self.slot
-        finite = [c for c in slot.coverages if math.isfinite(c)]
+        """Return the finished request's result; `kv_bytes_per_token` is over all layers.
+
+        A request that was cancelled before it had a slot has kept nothing.
+        """
+        slot: Slot | None = getattr(self, "slot", None)
+        finite = [c for c in slot.coverages if math.isfinite(c)] if slot else []
+        rows = slot.rows_held if slot else 0.0
         budget = None
-        if slot.budgets is not None:
+        if slot and slot.budgets is not None:
             budget = round(float(slot.budgets.mean()) * slot.block_size)
         assert self.finish_reason is not None
         return GenerationResult(
@@ -95,17 +145,40 @@ class Sequence:
             seed=self.seeds.sampling,
             eviction_seed=self.seeds.eviction,
             budget_tokens=budget,
-            kept_tokens=round(slot.rows_held),
+            kept_tokens=round(rows),
             coverage=finite[-1] if finite else None,
-            kv_bytes=round(slot.rows_held * kv_bytes_per_token),
+            coverages=tuple(slot.coverages) if slot else (),
+            guardrail=None if self.guardrail is None else self.guardrail.outcome,
+            budget_raised_tokens=self._raised_tokens(),
+            kv_bytes=round(rows * kv_bytes_per_token),
             kv_bytes_allocated=kv_bytes_allocated,
-            kv_bytes_dense=slot.seen * kv_bytes_per_token,
-            evictions=slot.steps,
+            kv_bytes_dense=(slot.seen if slot else 0) * kv_bytes_per_token,
+            evictions=slot.steps - self.past_evictions if slot else 0,
+            cached_tokens=self.cached_tokens,
+            session_turn=self._turn(),
             timings=self._timings(),
         )
 
+    def _turn(self) -> int | None:
+        if self.session_id is None:
+            return None
+        return 1 + (self.conversation.turns if self.conversation else 0)
+
+    def _raised_tokens(self) -> int:
+        """Return the tokens that the guardrail has added to the budget."""
+        if self.guardrail is None or not self.guardrail.raised:
+            return 0
+        return self.guardrail.raised * self.slot.block_size
+
     def _timings(self) -> Timings:
-        end = self._times[-1] if self._times else time.perf_counter()
+        last = self._times and self.finish_reason != "cancelled"
+        end = self._times[-1] if last else time.perf_counter()
         first = self._times[0] - self._begin if self._times else math.nan
         gaps = tuple(b - a for a, b in zip(self._times, self._times[1:], strict=False))
         return Timings(ttft_s=first, itl_s=gaps, total_s=end - self._begin)
+
+
+def _bad_ids(tokenizer: Tokenizer, words: Seq[str]) -> list[list[int]]:
+    """Return the token ids of words, each as it stands and after a space."""
+    texts = [form for word in words for form in (word, f" {word.lstrip()}")]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

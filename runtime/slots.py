@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.builder.package import Layout, Manifest, ModelConfig, Policy
-from kvsift.runtime.cache import KVCache, LayerRows, Rows
+from kvsift.runtime.cache import KeptUnits, KVCache
 from kvsift.runtime.seeds import split_seed
 from kvsift.runtime.sessions import Evictions, Kept
 
@@ -33,12 +34,16 @@ class Slot:
     seed: int = 0
     pins: tuple[tuple[int, int], ...] = ()
     recent: int = 0
+    #: Units to keep by head, int32 [L, R], where the heads of a layer have budgets of their own.
+    head_budgets: Ints | None = None
     #: Tokens that may come before the next eviction: the room that a grown cache leaves.
     spare: int = 0
     #: True tokens so far.
     seen: int = 0
     #: Evictions so far: the Philox counter of the next one.
     steps: int = 0
+    #: Tokens that evictions have dropped, the mean over layers and heads.
+    dropped: float = 0.0
     coverages: list[float] = field(default_factory=list)
 
     @property
@@ -78,19 +83,18 @@ class Slot:
 
     def is_over(self) -> bool:
         """Whether a layer holds more units than its budget: a prompt's end evicts then."""
+        if self.head_budgets is not None:
+            return bool((self.units > self.head_budgets).any())
         return self.budgets is not None and bool((self.units.mean(axis=1) > self.budgets).any())
 
     def is_full(self) -> bool:
         """Whether a layer has reached its budget plus one interval: a decode step evicts then."""
+        if self.head_budgets is not None:
+            full = self.head_budgets * self.block_size + self.interval
+            return bool((self.lens >= full).any())
         return self.budgets is not None and bool(
             (self.lens.mean(axis=1) >= self.budgets * self.block_size + self.interval).any()
         )
-
-    def unit_rows(self, kept: Ints, length: int) -> Rows:
-        """Return the rows int64 [n] of kept units [k] of a row of `length`; a tail is cut."""
-        size = self.block_size
-        rows = (kept[:, None].astype(np.int64) * size + np.arange(size)).reshape(-1)
-        return rows[: rows.size - (-length) % size]
 
 
 def new_slot(
@@ -126,16 +130,6 @@ def new_slot(
     )
 
 
-@dataclass
-class KeptUnits:
-    """Kept unit indices of one slot: `keep` int32 [L, R, k], ascending, of which the first
-    `counts` int32 [L, R] are real.
-    """
-
-    keep: Ints
-    counts: Ints
-
-
 def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evictions:
     """Return the step inputs for evicting slots; each counts this step's tokens already."""
     count = max(int(s.units.max()) for s in slots)
@@ -144,13 +138,15 @@ def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evicti
     pins = np.zeros((len(slots), max(len(s.pins) + 1 for s in slots), 2), np.int32)
     budget = np.zeros((layers, len(slots), rows), np.int32)
     for e, slot in enumerate(slots):
-        ids[:, e] = slot.ids[:, :, :count]
+        held = slot.ids[:, :, :count]  # fewer columns than a slot of longer rows has
+        ids[:, e, :, : held.shape[2]] = held
         spans = list(slot.pins)
         if slot.recent:
             spans.append((slot.seen - slot.recent, slot.seen))
         pins[e, : len(spans)] = np.array(spans, np.int32).reshape(-1, 2)
         assert slot.budgets is not None
-        budget[:, e] = slot.budgets[:, None]
+        own = slot.head_budgets
+        budget[:, e] = slot.budgets[:, None] if own is None else own
     return Evictions(
         slots=np.array([s.index for s in slots], np.int32),
         tokens_seen=np.array([s.seen for s in slots], np.int32),
@@ -179,20 +175,37 @@ def every_unit(slot: Slot) -> KeptUnits:
 
 def move_to(cache: KVCache, scratch: KVCache, source: Slot, target: Slot, kept: KeptUnits) -> None:
     """Copy what a scratch slot keeps, in order, into a slot of `cache`, which grows as needed."""
-    rows, lens = _rows_of(source, target.lens.shape[1], kept)
+    lens = _kept_rows(source, target.lens.shape[1], kept)
     for layer, most in enumerate(lens.max(axis=1)):
         cache.grow(layer, _room(int(most), target))
-    cache.gather(scratch, source.index, target.index, rows)
+    cache.gather(scratch, source.index, target.index, kept, source.lens, source.block_size)
     cache.copy_memory(scratch, source.index, target.index)
     target.ids = _ids_of(source, kept, target.ids.shape[2])
     target.lens = lens
     target.seen, target.steps = source.seen, source.steps
+    target.dropped = source.dropped + source.rows_held - target.rows_held
+
+
+def past_lens(slots: Sequence[Slot], shared: bool, batch: int = 1) -> Ints:
+    """Return the lengths of slots below `batch` as the graph takes them, see `names.py`.
+
+    int32 [L, batch * rows]; [1, batch * rows] with `shared`, where all layers agree.
+    """
+    layers, rows = slots[0].lens.shape
+    lens = np.zeros((layers, batch, rows), np.int32)
+    for slot in slots:
+        lens[:, slot.index] = slot.lens
+    if shared:
+        lens = lens[:1]
+    return lens.reshape(len(lens), batch * rows)
 
 
 def make_room(cache: KVCache, slot: Slot) -> None:
     """Enlarge layers in which a row of the slot has no place for the next token."""
-    for layer, most in enumerate(slot.lens.max(axis=1)):
-        if most >= cache.keys[layer].shape[2]:
+    for layer, (most, capacity) in enumerate(
+        zip(slot.lens.max(axis=1), cache.capacities, strict=True)
+    ):
+        if most >= capacity:
             cache.grow(layer, _room(int(most), slot))
 
 
@@ -203,6 +216,7 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
     the hole: source and target never overlap, since no block is partial then. Else rows are
     gathered.
     """
+    before = slot.rows_held
     last = int(slot.units.flat[0]) - 1
     one_goes = bool((slot.units == last + 1).all() and (kept.counts == last).all())
     if slot.block_size > 1 and one_goes and not needs_order:
@@ -213,11 +227,12 @@ def compact(cache: KVCache, slot: Slot, kept: KeptUnits, needs_order: bool) -> N
         np.put_along_axis(slot.ids, at, slot.ids[:, :, last : last + 1], 2)
         slot.lens = slot.lens - np.int32(slot.block_size)
         slot.ids[:, :, last:] = -1
-        return
-    rows, lens = _rows_of(slot, slot.lens.shape[1], kept)
-    cache.gather(cache, slot.index, slot.index, rows)
-    slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
-    slot.lens = lens
+    else:
+        lens = _kept_rows(slot, slot.lens.shape[1], kept)
+        cache.gather(cache, slot.index, slot.index, kept, slot.lens, slot.block_size)
+        slot.ids = _ids_of(slot, kept, slot.ids.shape[2])
+        slot.lens = lens
+    slot.dropped += before - slot.rows_held
 
 
 def _room(rows: int, slot: Slot) -> int:
@@ -236,16 +251,11 @@ def _ids_of(slot: Slot, kept: KeptUnits, units: int) -> Ints:
     return ids
 
 
-def _rows_of(slot: Slot, len_rows: int, kept: KeptUnits) -> tuple[list[LayerRows], Ints]:
-    """Return the kept rows of each layer, and their numbers int32 [L, len_rows]."""
-    made: list[LayerRows] = []
-    lens = np.zeros((len(kept.keep), len_rows), np.int32)
-    for layer, (keep, counts) in enumerate(zip(kept.keep, kept.counts, strict=True)):
-        lengths = np.broadcast_to(slot.lens[layer], counts.shape)
-        rows = [
-            slot.unit_rows(units[:count], int(length))
-            for units, count, length in zip(keep, counts, lengths, strict=True)
-        ]
-        made.append(rows if len(rows) > 1 else rows[0])
-        lens[layer] = [len(r) for r in rows][:len_rows]
-    return made, lens
+def _kept_rows(slot: Slot, len_rows: int, kept: KeptUnits) -> Ints:
+    """Return the number of kept rows of each layer, int32 [L, len_rows]."""
+    size, (layers, rows, most) = slot.block_size, kept.keep.shape
+    lens = np.broadcast_to(slot.lens, (layers, rows))
+    held = np.clip(lens[..., None] - kept.keep * size, 0, size)
+    real = np.arange(most) < kept.counts[..., None]
+    counted = np.where(real, held, 0).sum(axis=2, dtype=np.int32)[:, :len_rows]
+    return np.broadcast_to(counted, (layers, len_rows)).copy()

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvsift.builder import ops
-from kvsift.builder.native_ops import NATIVE_OPS
+from kvsift.builder.native_ops import NATIVE_OPS, alias
 from kvsift.builder.workspaces import WORKSPACES
 
 SCRIPT = "scripts/gen_ops.py"
@@ -118,14 +118,6 @@ def sizes(op: ops.Op) -> list[tuple[str, int, int, str, str]]:
     if missing:
         raise ValueError(f"{op.name}: no input or attribute gives the output sizes {missing}")
     return [(symbol, *where) for symbol, where in found.items()]
-
-
-def alias(op: ops.Op, output: ops.Tensor) -> int:
-    """Return the input whose memory an output takes over, or -1: `x_out` is the next `x`."""
-    for i, t in enumerate(op.inputs):
-        if output == ops.Tensor(f"{t.name}_out", t.dtype, t.shape, output.doc):
-            return i
-    return -1
 
 
 def cpp_bind(op: ops.Op) -> list[str]:

@@ -17,12 +17,14 @@ from kvsift.builder.package import Limits
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import default_model, open_model
-from kvsift.runtime.cache import KVCache
+from kvsift.runtime.cache import KEY, VALUE, KVCache
 from kvsift.runtime.engine import Engine, Request, Update
 from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.prefill import Prefill
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.sequence import Sequence as Running
 from kvsift.runtime.sessions import Step, StepOutput
+from kvsift.runtime.slots import Slot
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -40,6 +42,7 @@ LIMITS: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"family": "llama", "max_position_embeddings": 1024},
     "long": {"family": "llama", "max_position_embeddings": 8192},
+    "131072": {"family": "llama", "max_position_embeddings": 131072},
     **{name: {"family": name} for name in tiny.FAMILIES},
     "tied": {"family": "llama", "tied": True},
     "llama3": {
@@ -175,6 +178,12 @@ class Trace:
         return [np.sort(ids, axis=-1).ravel().tolist() for ids in self.kept]
 
 
+def keys_and_values(cache: KVCache, slot: int) -> tuple[list[Any], list[Any]]:
+    """Return what a slot holds, a list over layers of [Hkv, C, D] each."""
+    held = [cache.read(slot, layer) for layer in range(len(cache.capacities))]
+    return [x[KEY] for x in held], [x[VALUE] for x in held]
+
+
 class Probe:
     """Stands between an engine and its session while requests run."""
 
@@ -198,7 +207,7 @@ class Probe:
         self.steps.append(step)
         if self.watch:
             self.watch(cache, step, output)
-        layers, heads = len(cache.keys), cache.keys[0].shape[1]
+        layers, heads = len(cache.capacities), len(cache.read(0, 0)[KEY])
         batch = len(step.n_new)
         lens = step.past_lens.reshape(len(step.past_lens), batch, -1)
         lens = np.broadcast_to(lens, (layers, batch, heads))
@@ -208,12 +217,13 @@ class Probe:
                 continue
             trace = self.traces[owner.index]
             first = lens[:, b]  # [L, Hkv]
+            held = keys_and_values(cache, b)
             for i in range(int(count)):
                 position = int(step.position_ids[b, i])
                 assert position not in trace.written, "a position was written twice"
                 trace.written[position] = [
-                    a[b, range(heads), first[layer] + i].copy()
-                    for arrays in (cache.keys, cache.values)
+                    a[range(heads), first[layer] + i].copy()
+                    for arrays in held
                     for layer, a in enumerate(arrays)
                 ]
             if cache is self.engine.scratch:
@@ -223,15 +233,12 @@ class Probe:
                 trace.most_rows = max(trace.most_rows, int(first.max()) + 1)
         return output
 
-    def prefill(self, sequence: Running, index: int) -> Floats:
-        """Run the engine's own prefill with the sequence known."""
+    def begin(self, sequence: Running, index: int, source: Slot | None = None) -> Prefill:
+        """Begin as the engine does, with the sequence known."""
         self.traces[sequence.index] = Trace(slot=index)
         self._evictions[sequence.index] = 0
-        self._reading = sequence
-        logits = type(self.engine)._prefill(self.engine, sequence, index)
-        self._reading = None
-        self._by_slot[index] = sequence
-        return logits
+        self._reading = self._by_slot[index] = sequence
+        return type(self.engine).begin(self.engine, sequence, index, source)
 
     def advance(self, sequence: Running, logits: Floats) -> Update:
         """Look at the slot before the engine goes on."""
@@ -242,16 +249,16 @@ class Probe:
             trace.kept.append(slot.ids[:, :, : int(slot.units.max())].copy())
             trace.seen.append(slot.seen)
             self._compare(trace, sequence)
-        update = type(self.engine)._advance(self.engine, sequence, logits)
+        update = type(self.engine).advance(self.engine, sequence, logits)
         trace.pieces.append(update.text)
         trace.result = update.result
         if update.result:
             self._compare(trace, sequence)
             del self._by_slot[slot.index]
             trace.ids = slot.ids[:, :, : int(slot.units.max())].copy()
-            caches = self.engine.cache.keys, self.engine.cache.values
             trace.keys, trace.values = (
-                [a[slot.index, :, : slot.length].copy() for a in arrays] for arrays in caches
+                [a[:, : slot.length].copy() for a in arrays]
+                for arrays in keys_and_values(self.engine.cache, slot.index)
             )
         return update
 
@@ -265,12 +272,13 @@ class Probe:
         held = (slot.ids[..., None] * size + np.arange(size)).reshape(layers, rows, -1)
         held = np.where(np.arange(held.shape[-1]) < lens[..., None], held, -1)
         trace.positions_held = held[..., : slot.length]
+        keys, values = keys_and_values(cache, slot.index)
         for layer, row in np.ndindex(layers, rows):
             length = int(lens[layer, row])
             heads = slice(None) if rows == 1 else slice(row, row + 1)
             positions = held[layer, row, :length].tolist()
-            for array, at in ((cache.keys[layer], layer), (cache.values[layer], layers + layer)):
-                got = array[slot.index, heads, :length]
+            for array, at in ((keys[layer], layer), (values[layer], layers + layer)):
+                got = array[heads, :length]
                 want = np.stack([trace.written[p][at][heads] for p in positions], 1)
                 trace.wrong_rows += int((~(got == want).all(-1)).sum())
 
@@ -282,16 +290,16 @@ def probed(engine: Engine, poison: bool = False, watch: Watch | None = None) -> 
     `watch` sees every step after the graph has run and before rows move.
     """
     probe = Probe(engine, watch)
-    changed = {"session": probe, "_prefill": probe.prefill, "_advance": probe.advance}
+    changed = {"session": probe, "begin": probe.begin, "advance": probe.advance}
     session = engine.session
     try:
         engine.__dict__.update(changed)
-        engine.poison = poison
+        engine.cache.poison = engine.scratch.poison = poison
         yield probe
     finally:
-        del engine.__dict__["_prefill"], engine.__dict__["_advance"]
+        del engine.__dict__["begin"], engine.__dict__["advance"]
         engine.session = session
-        engine.poison = False
+        engine.cache.poison = engine.scratch.poison = False
 
 
 def run_and_inspect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -75,4 +76,13 @@ def run_cpu_cuda(
     return run_kernel(cpu_kernels(), op_name, attrs, inputs)
 
 
-IMPLEMENTATIONS: dict[str, Run] = {"onnx": run_onnx, "cpu-cuda": run_cpu_cuda}
+def run_fixed(op_name: str, attrs: Mapping[str, ops.Value], dims: Dims, inputs: Arrays) -> Outputs:
+    """Run the fixed form of the op's body, which TensorRT for RTX builds, on ONNX Runtime."""
+    return run_onnx(op_name, attrs, dataclasses.replace(dims, fixed=True), inputs)
+
+
+IMPLEMENTATIONS: dict[str, Run] = {
+    "onnx": run_onnx,
+    "fixed": run_fixed,
+    "cpu-cuda": run_cpu_cuda,
+}

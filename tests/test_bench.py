@@ -143,7 +143,7 @@ def test_dense_step_equals_the_last_token_of_the_prompt(model: Path, built: Path
     step = steps.DenseSteps(both.dense, prompt, CONTEXT, 3)
     step.step()
     # Prefilled by the dense engine itself, in one chunk; the two differ in the order of sums only.
-    expected = Engine(both.dense.directory)._prefill(steps.prepare(both.dense, prompt), 0)
+    expected = Engine(both.dense.directory).prefill(steps.prepare(both.dense, prompt), 0)
     for row in step.logits():
         np.testing.assert_allclose(row, expected, atol=2e-3)
     assert [s.slot.length for s in step.sequences] == [CONTEXT - 1] * 3

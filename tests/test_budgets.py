@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -170,7 +171,20 @@ def test_rule_uses_the_engine_defaults():
     assert rule.units(8000, EvictionParams(budget_tokens=1000), 100) == 31
     assert rule.units(8000, EvictionParams(budget_tokens=1), 100) == 3
     assert rule.units(8000, EvictionParams(pin=[(1000, 1800)]), 100) == 50
-    assert rule.units(8000, EvictionParams(density=0.01, pin=[(1000, 1400)]), 100) == 16
+
+
+def test_pins_that_exceed_the_budget_are_refused():
+    rule = rule_of()
+    fits = EvictionParams(budget_tokens=512, pin=[(1000, 1400)])  # 14 units, sink and newest
+    assert rule.units(8000, fits, 100) == 16
+    with pytest.raises(CapacityError, match=r"need a budget of 512 .*it is 256; .*tokens 512 or"):
+        rule.units(8000, EvictionParams(density=0.01, pin=[(1000, 1400)]), 100)
+    with pytest.raises(CapacityError, match=r"pin less, since a slot .* keeps at most 1632$"):
+        rule.units(8000, EvictionParams(pin=[(0, 4000)]), 50)
+    half = replace(rule, recent_fraction=0.5)  # 8 more units of 16 are the newest ones
+    with pytest.raises(CapacityError, match=r"need a budget of 768 tokens"):
+        half.units(8000, fits, 100)
+    assert half.units(8000, EvictionParams(budget_tokens=1024, pin=[(1000, 1400)]), 100) == 32
 
 
 def test_short_prompt_leaves_decode_a_block_to_free():
@@ -191,8 +205,6 @@ def test_too_large_a_budget_names_the_largest():
     with pytest.raises(CapacityError, match="at most 1632"):
         rule_of().units(8000, EvictionParams(budget_tokens=1664), 50)
     assert rule_of().units(8000, EvictionParams(budget_tokens=1632), 50) == 51
-    with pytest.raises(CapacityError, match="pin or generate fewer tokens"):
-        rule_of().units(8000, EvictionParams(pin=[(0, 4000)]), 50)
 
 
 def test_a_large_budget_is_no_fault_where_everything_fits():

@@ -13,6 +13,7 @@ from commands import build, invoke, is_error, start
 from tiny import write_hf
 
 from kvsift.builder import cli as build_cli
+from kvsift.builder.choices import default_name
 from kvsift.builder.linear import WeightFile
 from kvsift.builder.package import load_manifest
 from kvsift.cli import app as kvsift_app
@@ -64,7 +65,7 @@ def test_gguf_names_lose_their_quantisation(tmp_path: Path) -> None:
     file = tmp_path / "Some-1.5B-Chat.Q4_K_M.gguf"
     file.touch()
     policy = build_cli.resolve("nexus")
-    assert build_cli._default_name(file, policy, 0.2) == "Some-1.5B-Chat-nexus-0.2"
+    assert default_name(file, policy, 0.2) == "Some-1.5B-Chat-nexus-0.2"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,10 @@ def test_gguf_names_lose_their_quantisation(tmp_path: Path) -> None:
         (["--set", "layer_budgets=0,1"], ["one positive weight per layer", "0,1"]),
         (["--set", "layer_budgets=1e308,1e308"], ["one positive weight per layer"]),
         (["--set", "layer_budgets=1"], ["1 weights and the model 2 layers"]),
-        (["--target", "tensorrt"], ["'tensorrt' is not available in this version"]),
-        (["--target", "tensorrt-rtx"], ["'tensorrt-rtx' is not available in this version"]),
+        (["--target", "ort", "--onnx-only"], ["--onnx-only is for --target tensorrt, got ort"]),
+        (["--dtype", "float16"], ["--dtype float16 needs --target tensorrt", "leave out"]),
+        (["--onnx-only", "--quantize", "int8"], ["--quantize int8", "MatMulNBits", "--target ort"]),
+        (["--target", "tensorrt", "--attention", "gqa"], ["--attention gqa", "leave out"]),
         (["--target", "otr"], ["target 'otr'", "did you mean 'ort'?"]),
         (["--max-input", "513"], ["--max-input must be in [1, 512]", "513"]),
         (["--max-batch", "0"], ["--max-batch must be in [1, 1024]"]),
@@ -168,10 +171,10 @@ def test_disk_full_leaves_nothing(
 def test_unexpected_errors_are_one_line_and_debug_shows_where(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr(build_cli, "build", fail)
+    monkeypatch.setattr(build_cli.dispatch, "build", fail)
     args = (model, "-o", tmp_path / "out")
     is_error(build(*args), 1, "unexpected ZeroDivisionError: by zero", "--debug")
     assert "Traceback" in build(*args, "--debug").stderr

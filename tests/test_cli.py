@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,24 +175,6 @@ def test_broken_pipe_ends_quietly(engine: Path) -> None:
     assert running.stderr.read() == ""
 
 
-def test_chat_keeps_the_conversation(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts: list[int] = []
-    encode: Callable[..., list[int]] = Engine.encode
-
-    def spy(self: Engine, request: Any) -> list[int]:
-        ids = encode(self, request)
-        prompts.append(len(ids))
-        return ids
-
-    monkeypatch.setattr(Engine, "encode", spy)
-    talk = "hello\n\nand you\n" + "word " * 600 + "\nbye\n/exit\nnever read\n"
-    done = kvsift("chat", engine, "--max-tokens", "4", input=talk)
-    assert done.exit_code == 0, done.output
-    assert len(prompts) == 3  # the overlong turn is refused before it is counted
-    assert prompts == sorted(set(prompts))
-    assert done.stderr.count("error: the prompt has") == 1
-
-
 def test_sizes_are_those_of_the_engine(engine: Path) -> None:
     running = Engine(engine, threads=1)
     assert running.cache.capacity == slot_tokens(running.manifest)
@@ -237,3 +218,26 @@ def test_doctor_fails_when_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -
     selftest.attention_error.cache_clear()
     assert done.exit_code == 1
     assert "wrong results" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("bench", "--help"), 0, "decode"),
+        (("eval", "--help"), 0, "fidelity"),
+        (("bench", "nothing"), 2, "nothing"),
+        (("bench", "decode", "--batch", "0"), 2, "error: --batch must be"),
+        (("bench", "profile", "--engine", "nowhere"), 1, "error: nowhere is no engine"),
+        (("eval", "tables", "--out", "nowhere"), 2, "error: nowhere has no finished run"),
+    ],
+)
+def test_groups_of_commands(arguments: tuple[str, ...], code: int, said: str) -> None:
+    done = kvsift(*arguments)
+    assert done.exit_code == code, done.output
+    assert said in done.output
+
+
+def test_groups_are_not_imported_until_they_run() -> None:
+    program = "import sys, kvsift.cli; assert 'onnxruntime' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -150,6 +150,25 @@ def test_stop_strings_and_streamed_text(engines: Engines) -> None:
     assert ended.tokens == free.tokens[: free.tokens.index(token) + 1]
 
 
+def test_a_stop_string_may_span_an_eviction(engines: Engines) -> None:
+    engine = engine_of(engines, "nexus")
+    (free,) = run_and_inspect(engine, [request(300, 60)])
+    assert free.result is not None
+    # The step that feeds token `made - 1` evicts; its own token, `made`, ends the stop string.
+    for made in (seen - 300 for seen in free.seen[1:]):
+        before, after = (engine.tokenizer.decode(free.tokens[:n]) for n in (made, made + 4))
+        stop = after[len(before) - 2 : len(before) + 2]
+        if "\ufffd" in stop or free.text.index(stop) != len(before) - 2:
+            continue  # half a character, or found earlier
+        (cut,) = run_and_inspect(engine, [request(300, 60, stop=[stop])])
+        assert cut.result is not None
+        assert cut.result.finish_reason == "stop"
+        assert cut.result.text == free.text[: len(before) - 2]
+        assert cut.result.evictions >= 2
+        return
+    pytest.fail("no eviction fell on readable text: choose another prompt")
+
+
 def test_sampled_tokens_depend_on_the_seed_alone(engines: Engines) -> None:
     engine = engine_of(engines, "nexus")
     warm = {"temperature": 1.0, "eviction_seed": 9}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import tiny
 from engines import Engines, prompt, request, run_and_inspect
@@ -16,7 +15,7 @@ from kvsift.builder.errors import CapacityError, EngineError, UsageError
 from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.policies import resolve
 from kvsift.runtime.chat import ChatTemplate, encode_chat
-from kvsift.runtime.evaluation import fidelity, needles, texts, variants
+from kvsift.runtime.evaluation import builds, fidelity, greedy, needles, suites, texts
 from kvsift.runtime.evaluation.lab import Lab, fair_budget
 from kvsift.runtime.evaluation.variants import Spec, Variant
 
@@ -24,22 +23,16 @@ SMALL = {"block_size": 8}
 
 
 def variant(lab: Lab, eviction: str, selector: str | None = None, **options: Any) -> Variant:
-    policy = resolve(eviction, selector=selector, options=options or None)
-    name = " ".join(
-        [eviction, *filter(None, [selector]), *(f"{k}={v}" for k, v in options.items())]
-    )
-    spec = Spec(name, eviction, selector, options)
-    if not policy.evicts:
-        return Variant(spec, policy, None)
-    model = ir.to_proto(eviction_model(lab.manifest.model, policy)).SerializeToString()
-    return Variant(spec, policy, model)
+    scope = options.pop("scope", None)
+    name = " ".join([eviction, *filter(None, [selector, scope]), *map(str, options.items())])
+    return builds.make_variant(lab.manifest.model, Spec(name, eviction, selector, options, scope))
 
 
 @pytest.fixture(scope="module")
 def lab(engines: Engines) -> Lab:
-    options = {"head_reduce": "mean_prob"}
-    package = engines.package("nexus", options=options, build_options={"all_logits": True})
-    return Lab(package, 512, threads=1)
+    out = engines.root / "lab"
+    specs = [Spec("nestedkv", "nestedkv")]
+    return builds.prepare(out, engines.model("tiny"), 512, specs, threads=1, slots=3)[0]
 
 
 POLICIES: list[tuple[str, str | None, dict[str, Any]]] = [
@@ -51,6 +44,17 @@ POLICIES: list[tuple[str, str | None, dict[str, Any]]] = [
     ("streaming", None, {}),
     ("random", None, {"sink_units": 1, "recent_units": 1, **SMALL}),
     ("random", None, {}),
+    ("snapkv", None, {"window": 16}),
+    ("snapkv", None, {"window": 16, "scope": "both"}),
+    ("pyramidkv", None, {"window": 4, "pyramid_beta": 4.0, "scope": "both"}),
+    ("tova", None, {}),
+    ("h2o", None, {}),
+    ("morphkv", None, {"window": 8}),
+    ("expected_attention", None, {}),
+    ("keydiff", None, {"scope": "both"}),
+    ("knorm", None, {}),
+    ("adakv", None, {"window": 16, "scope": "both"}),
+    ("nestedkv", None, {"scope": "both"}),
 ]
 
 
@@ -66,7 +70,9 @@ def test_logits_and_kept_sets_are_those_of_the_engine(
     split: int,
 ) -> None:
     tried = variant(lab, eviction, selector, **options)
-    engine = engines(eviction, selector=selector, options=options or None)
+    scope = options.get("scope")
+    given = {k: v for k, v in options.items() if k != "scope"} or None
+    engine = engines(eviction, selector=selector, scope=scope, options=given)
     trace = run_and_inspect(engine, [request(length, 65, seed=5, budget_tokens=48)])[0]
     assert trace.kept, "nothing was evicted: the test shows nothing"
 
@@ -75,7 +81,7 @@ def test_logits_and_kept_sets_are_those_of_the_engine(
     slot = lab.evict(tried, budget, 5)
     made = []
     for at in range(0, 64, split):
-        made.append(lab.force(slot, trace.tokens[at : at + split]))
+        made.append(lab.force(tried, slot, trace.tokens[at : at + split]))
         lab.evict_full(tried, slot)
     np.testing.assert_allclose(
         np.concatenate(made), np.array(trace.logits[1:]), rtol=1e-3, atol=1e-3
@@ -119,15 +125,18 @@ def test_reference_text_leaves_no_trace_in_the_prompt(lab: Lab) -> None:
 def test_kl_is_that_of_scipy(lab: Lab) -> None:
     rng = np.random.default_rng(0)
     full, other = (rng.normal(0, 4, (5, 300)).astype(np.float32) for _ in range(2))
-    kl, same = fidelity.Reference([full]).compare(0, other)
+    kl, same, nll = fidelity.Reference([full]).compare(0, other, [7, 3])
     p, q = (np.exp(x - x.max(-1, keepdims=True)).astype(np.float64) for x in (full, other))
     np.testing.assert_allclose(kl, stats.entropy(p, q, axis=1), rtol=1e-5)
     np.testing.assert_array_equal(same, p.argmax(-1) == q.argmax(-1))
+    chosen = (q / q.sum(-1, keepdims=True))[[0, 1], [7, 3]]
+    np.testing.assert_allclose(nll[:2], -np.log(chosen), rtol=1e-5)
+    assert np.isnan(nll[2:]).all()
 
 
 @pytest.mark.parametrize(("density", "tokens"), [(0.2, 192), (0.5, 512), (0.001, 96)])
 def test_every_variant_gets_the_same_number_of_tokens(density: float, tokens: int) -> None:
-    for mode in variants.MODES:
+    for mode in suites.MODES:
         policy = resolve("nexus", options={"head_reduce": mode})
         assert fair_budget(policy, 1024, density) == tokens // 32
     if density >= 0.2:
@@ -141,13 +150,19 @@ def test_a_lab_refuses_other_engines_and_long_texts(engines: Engines, lab: Lab) 
         Lab(engines.package("nexus"), 256)
     with pytest.raises(CapacityError, match="1024 positions"):
         Lab(engines.root / lab_directory(engines), 4096)
-    wide = variant(lab, "nexus", window=64)
+    wide = variant(lab, "nexus", window=65)
     lab.read(prompt(128))
-    with pytest.raises(EngineError, match="reads 64 queries"):
+    with pytest.raises(EngineError, match="reads 65 queries"):
         lab.evict(wide, 2, 0)
-    slot = lab.evict(variant(lab, "full"), None, 0)
+    full = variant(lab, "full")
+    slot = lab.evict(full, None, 0)
     with pytest.raises(CapacityError, match="cache holds"):
-        lab.force(slot, prompt(400))
+        lab.force(full, slot, prompt(400))
+    other = variant(lab, "expected_attention", sink_units=8)
+    with pytest.raises(EngineError, match="leaves 8 sinks out"):
+        lab.evict(other, 12, 0)
+    with pytest.raises(EngineError, match="different numbers of tokens"):
+        Lab(engines.root / "lab" / "engine", 256).stage(variant(lab, "nestedkv").policy)
 
 
 def lab_directory(engines: Engines) -> Path:
@@ -194,7 +209,8 @@ def test_greedy_answers_are_those_of_the_engine(engines: Engines, lab: Lab) -> N
     ids = prompt(250, seed=4)
     expected = engine.generate([request(ids, 24, seed=7, budget_tokens=64)])[0].token_ids
     first = lab.read(ids)
-    answer = needles._greedy(lab, tried, lab.evict(tried, 8, 7), first, 24)
+    begun = [greedy.begin(tried, lab.evict(tried, 8, 7, index), first) for index in range(3)]
+    answers = greedy.decode(lab, begun, 24)
     ends = set(lab.manifest.model.eos_token_ids)
     upto = next((i + 1 for i, token in enumerate(expected) if token in ends), 24)
-    assert answer == lab.tokenizer.decode(list(expected[:upto]))
+    assert answers == [lab.tokenizer.decode(list(expected[:upto]))] * 3

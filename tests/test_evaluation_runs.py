@@ -17,23 +17,23 @@ from typer.testing import CliRunner
 
 from kvsift.builder.errors import UsageError
 from kvsift.builder.policies import resolve
-from kvsift.runtime.evaluation import report, runner, texts, variants
+from kvsift.runtime.evaluation import report, runner, suites, texts
 from kvsift.runtime.evaluation.__main__ import app
 from kvsift.runtime.evaluation.store import Store
 from kvsift.runtime.evaluation.variants import Spec, Variant
 
 
 def test_contrasts_name_variants_that_run() -> None:
-    known = {s.name for s in (*variants.ONE_SHOT, *variants.STREAM)}
-    named = {n for pairs in variants.CONTRASTS.values() for pair in pairs for n in pair}
-    assert named <= known
-    assert variants.PAPER in {s.name for s in variants.ONE_SHOT} & {s.name for s in variants.STREAM}
+    known = {s.name for s in (*suites.ONE_SHOT, *suites.STREAM)}
+    named = {n for pairs in suites.CONTRASTS.values() for pair in pairs for n in pair}
+    assert named <= known | {s.name for s in (*suites.POLICIES, *suites.ABLATION)}
+    assert suites.PAPER in {s.name for s in suites.ONE_SHOT} & {s.name for s in suites.STREAM}
     with pytest.raises(UsageError, match="did you mean 'random-blocks'"):
-        variants.pick(variants.ONE_SHOT, ["random-block"])
+        suites.pick(suites.ONE_SHOT, ["random-block"])
 
 
 def test_every_variant_of_a_stream_holds_its_budget() -> None:
-    for spec in variants.STREAM:
+    for spec in suites.STREAM:
         options = spec.options or None
         made = resolve(spec.eviction, selector=spec.selector, scope=spec.scope, options=options)
         assert made.scope == ("none" if spec.name == "full" else "both"), spec.name
@@ -165,8 +165,9 @@ def test_commands_run_resume_and_report(tmp_path: Path) -> None:
     out = tmp_path / "out"
     common = ["--out", str(out), "--model", str(model), "--prose", str(prose), "--samples", "1"]
     common += ["--threads", "1", "--seeds", "2", "--density", "0.5"]
-    for name in ("full", variants.PAPER, "random-blocks"):
+    for name in ("full", suites.PAPER, "random-blocks"):
         common += ["--variant", name]
+    common += ["--suite", "grid"]
     for command in (
         ["fidelity", "--prompt", "256", "--follow", "16"],
         ["stream", "--prompt", "256", "--follow", "128"],
@@ -174,14 +175,14 @@ def test_commands_run_resume_and_report(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(app, [*command, *common], catch_exceptions=False)
         assert done.exit_code == 0, done.output
-        assert variants.PAPER in done.output
+        assert suites.PAPER in done.output
         lines = (out / f"{command[0]}.jsonl").read_text().splitlines()
         again = CliRunner().invoke(app, [*command, *common], catch_exceptions=False)
         assert (out / f"{command[0]}.jsonl").read_text().splitlines() == lines
         assert again.stdout.splitlines()[-3:] == done.stdout.splitlines()[-3:]
         content = json.loads((out / f"{command[0]}.json").read_text())
         runs = [r["variant"] for r in content["samples"][0]["runs"]]
-        assert sorted(set(runs)) == sorted(["full", variants.PAPER, "random-blocks"])
+        assert sorted(set(runs)) == sorted(["full", suites.PAPER, "random-blocks"])
         assert len(runs) == 1 + 2 + 2
     shown = CliRunner().invoke(app, ["tables", "--out", str(out)], catch_exceptions=False).output
     assert "| variant | KL prose 0.5 | KL code 0.5 | needles 0.5 |" in shown

@@ -84,7 +84,7 @@ def test_eviction_matters_to_these_models(engines: Engines) -> None:
     assert full.tokens != evicted.tokens
 
 
-@pytest.mark.parametrize("name", ["nexus", "nexus-per_head", "nexus-decode", "streaming", "random"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_evicted_and_stale_rows_are_never_read(engines: Engines, name: str) -> None:
     engine = engine_of(engines, name)
     requests = [request(300, 120, seed=2), request(37, 90), request(290, 5), request(120, 70)]

@@ -18,8 +18,8 @@ from kvsift.builder.package import GRAPH, Limits
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import open_model
-from kvsift.runtime.cache import KVCache
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.sessions import Step, StepOutput
 
 FORMS = ("gqa", "portable")
@@ -132,7 +132,7 @@ class Bare:
 
     def __init__(self, engine: Engine, capacity: int = 64) -> None:
         self.session = engine.session
-        self.cache: KVCache = engine.session.new_cache(2, capacity)
+        self.cache: HostCache = engine.session.new_cache(2, capacity)
         self.lens = np.zeros(2, np.int32)
 
     def step(self, tokens: list[list[int]]) -> StepOutput:

@@ -13,8 +13,8 @@ from reference import PRIORITY, REFERENCE
 
 from kvsift.builder.ops import HEAD_REDUCE, WALK_ORDER
 from kvsift.builder.weights import open_model
-from kvsift.runtime.cache import KVCache
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.sessions import Evictions, Kept, Step, StepOutput
 
 Array = NDArray[Any]
@@ -33,7 +33,7 @@ NEXUS: dict[str, dict[str, Any]] = {
 }
 
 
-def queries(cache: KVCache, x: Evictions, layer: int, layers: int) -> Array:
+def queries(cache: HostCache, x: Evictions, layer: int, layers: int) -> Array:
     """Return the evicting slots' last W queries of a layer by their positions, [E, W, features]."""
     assert cache.ring is not None
     seen = x.tokens_seen[:, None]
@@ -41,7 +41,7 @@ def queries(cache: KVCache, x: Evictions, layer: int, layers: int) -> Array:
     return np.split(rows, layers, axis=2)[layer]
 
 
-def nexus_scores(engine: Engine, cache: KVCache, x: Evictions, options: dict[str, Any]) -> Array:
+def nexus_scores(engine: Engine, cache: HostCache, x: Evictions, options: dict[str, Any]) -> Array:
     layers = engine.manifest.model.num_layers
     mode = HEAD_REDUCE.index(options.get("head_reduce", "mean_prob"))
     mass = [
@@ -107,7 +107,7 @@ def test_nexus_keeps_what_the_oracle_keeps(engines: Engines, name: str) -> None:
     seen: list[int] = []
     ties: list[int] = []
 
-    def watch(cache: KVCache, step: Step, output: StepOutput) -> None:
+    def watch(cache: HostCache, step: Step, output: StepOutput) -> None:
         x = step.evictions
         if x is None:
             return

@@ -71,6 +71,14 @@ def test_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
     assert "".join(pieces) == llm.generate("to be or not", SHORT)[0].text
 
 
+def test_bad_words_are_not_said(llm: LLM) -> None:
+    said = llm.generate("tell me", SHORT)[0]
+    assert said.token_ids
+    word = llm.engine.tokenizer.decode(said.token_ids[:1])
+    again = llm.generate("tell me", SamplingParams(max_tokens=6, ignore_eos=True, bad_words=word))
+    assert said.token_ids[0] not in again[0].token_ids
+
+
 def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
     ids = [[5, 6, 7], [8, 9, 10]]
     wanted = texts(llm.generate(ids, SHORT))
@@ -78,15 +86,25 @@ def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
     assert texts(llm.generate(np.array(ids[0]), SHORT)) == wanted[:1]
 
 
-def test_an_open_stream_keeps_the_engine_to_itself(llm: LLM) -> None:
+def test_an_open_stream_leaves_the_engine_to_others(llm: LLM) -> None:
     wanted = llm.generate("to be or not", SHORT)[0].text
+    other = llm.generate("another one", SHORT)[0].text
     stream = llm.stream("to be or not", SHORT)
     first = next(stream)
-    with pytest.raises(EngineError, match="still answering an earlier request"):
-        llm.generate("another one", SHORT)
+    assert llm.generate("another one", SHORT)[0].text == other
     assert first + "".join(stream) == wanted
-    assert next(llm.stream("to be or not", SHORT)) == first  # dropped, so closed
-    assert llm.generate("to be or not", SHORT)[0].text == wanted
+    with pytest.raises(EngineError, match="answering the requests of a scheduler; submit to that"):
+        llm.engine.generate([])
+
+
+def test_a_dropped_stream_is_cancelled(llm: LLM) -> None:
+    before = llm.scheduler.stats().cancelled
+    endless = SamplingParams(max_tokens=1 << 40, ignore_eos=True)
+    streams = [llm.stream("to be or not", endless) for _ in range(llm.engine.max_batch)]
+    assert all(map(next, streams))
+    del streams
+    assert len(llm.generate("to be or not", SHORT)[0].token_ids) == 6
+    assert llm.scheduler.stats().cancelled == before + llm.engine.max_batch
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
@@ -120,6 +138,10 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         (lambda m: list(m.stream(None)), "got None"),
         (lambda m: list(m.stream("a", {"seed": 1})), "SamplingParams"),
         (lambda m: list(m.stream("")), "empty prompt"),
+        (lambda m: LLM(None), "engine_dir must be the path of a directory, got None; make one"),
+        (lambda m: LLM(3), "engine_dir must be the path of a directory, got 3"),
+        (lambda m: LLM(m.engine.directory, max_queue=-1), "max_queue"),
+        (lambda m: LLM(m.engine.directory, prefill_chunks=0), "prefill_chunks"),
         (lambda m: LLM(m.engine.directory, threads=0), "threads"),
         (lambda m: LLM(m.engine.directory, threads="2"), "threads"),
         (lambda m: LLM(m.engine.directory, threads=100_000), "threads"),

@@ -21,11 +21,17 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Import name of each source folder, as in pyproject's table of wheel packages.
 PACKAGES = {"kvsift": "kvsift", "builder": "kvsift.builder", "runtime": "kvsift.runtime"}
 #: Commands of their own, which join builder and runtime as the cli does.
-COMMANDS = ("kvsift.runtime.evaluation.__main__",)
+COMMANDS = ("kvsift.runtime.evaluation.__main__", "kvsift.runtime.evaluation.builds")
 #: Modules that only a program which brings their requirements imports.
-HOSTED = ("kvsift.runtime.triton",)
+HOSTED = (
+    "kvsift.runtime.triton",
+    "kvsift.builder.targets.plan",  # TensorRT
+)
 #: Programs that build what they then run: faces, as the command line is.
-PROGRAMS = ("kvsift.runtime.bench.__main__", "kvsift.runtime.evaluation.__main__")
+PROGRAMS = (
+    *COMMANDS,
+    *(f"kvsift.runtime.bench.{name}" for name in ("__main__", "builds", "sweep_commands")),
+)
 
 
 def modules() -> dict[str, Path]:
@@ -66,7 +72,7 @@ def wrong_way(module: str, imported: str) -> bool:
     if module in COMMANDS:
         return inside(imported, ("kvsift.cli",))
     if inside(module, ("kvsift.runtime",)):
-        common = ("names", "states", "package", "plugin_library", "errors")
+        common = ("names", "states", "package", "plugin_library", "gpu", "errors")
         shared = tuple(f"kvsift.builder.{name}" for name in common)
         shared += ("kvsift.builder",) if module in PROGRAMS else ()
         allowed = inside(imported, shared) or not inside(imported, ("kvsift.builder",))

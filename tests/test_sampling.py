@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsift.builder.errors import EngineError
+from kvsift.builder.errors import EngineError, UsageError
 from kvsift.runtime.params import SamplingParams
 from kvsift.runtime.results import GenerationResult, Timings
 from kvsift.runtime.sampling import Sampler
@@ -219,3 +219,29 @@ def test_result_is_json_without_nan():
     assert plain["timings"] == {"ttft_s": None, "itl_s": [], "total_s": 0.5, "mean_itl_s": None}
     assert plain["logprobs"][0]["token"] == 1
     assert Timings(0.1, (0.2, 0.4), 1.0).mean_itl_s == pytest.approx(0.3)
+
+
+def test_presence_and_frequency_penalties_count_the_answer_only():
+    row = np.array([2.0, 1.9, 0.5, 0.0], np.float32)
+    sampler = Sampler(SamplingParams(presence_penalty=0.05, frequency_penalty=0.04), 0)
+    tokens = []
+    for _ in range(40):
+        expected = [
+            float(x) - (0.05 + 0.04 * tokens.count(i) if i in tokens else 0)
+            for i, x in enumerate(row)
+        ]
+        tokens.append(sampler.next(row, [0, 0, 0, *tokens]).token)
+        assert tokens[-1] == int(np.argmax(expected))
+    assert set(tokens) == {0, 1}
+
+
+def test_a_bad_word_is_never_completed():
+    row = np.array([1.0, 3.0, 2.0, 0.0], np.float32)
+    assert Sampler(SamplingParams(), 0, [[1], [0]]).next(row, ()).token == 2
+    pair = Sampler(SamplingParams(), 0, [[2, 1]])
+    assert [pair.next(row, history).token for history in ([], [1], [2], [1, 2])] == [1, 1, 2, 2]
+    free = Sampler(SamplingParams(temperature=5.0, bad_words=["x"]), 1, [[3, 0, 1]])
+    history = [3, 0]
+    assert 1 not in {free.next(row, history).token for _ in range(200)}
+    with pytest.raises(UsageError, match="leave no token"):
+        Sampler(SamplingParams(bad_words=["x"]), 0, [[0], [1], [2], [3]]).next(row, ())

@@ -14,7 +14,7 @@ from tiny import FAMILIES, hf_config, permute, random_weights, write_gguf, write
 
 from kvsift.builder.errors import ModelError
 from kvsift.builder.families import from_hf_config, tensor_shapes
-from kvsift.builder.weights import open_model
+from kvsift.builder.weights import hf, open_model
 from kvsift.builder.weights.gguf import unpermute
 
 KIND = gguf.GGMLQuantizationType
@@ -203,6 +203,29 @@ def test_broken_directories_say_what_is_broken(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("text")
     with pytest.raises(ModelError, match="neither a directory"):
         open_model(tmp_path / "other.txt")
+
+
+def test_a_file_that_may_not_be_read_is_not_called_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    write_hf(tmp_path)
+    monkeypatch.setattr(hf, "safe_open", refuse)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*Permission denied"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_damaged_tokenizer_files_are_found_when_the_engine_is_built(
+    tmp_path: Path, name: str
+) -> None:
+    write_hf(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / name).write_text('{"chat_template": "{{')
+    with pytest.raises(ModelError, match=f"{name} is no valid JSON"):
+        open_model(tmp_path).save_tokenizer(tmp_path / "out")
 
 
 def test_index_cannot_leave_the_directory(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def body(op_name: str, attrs: Mapping[str, ops.Value], dims: Dims) -> ir.Functio
         raise unknown_name("op", op_name, BODIES)
     op = ops.TABLE[op_name]
     check_attrs(op, attrs)
-    b = Body(op)
+    b = Body(op, dims.fixed)
     return b.finish(BODIES[op_name](b, attrs, dims))
 
 

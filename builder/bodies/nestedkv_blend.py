@@ -77,12 +77,14 @@ def adapted(
 
     The means of the highest and lowest values come from one sorted choice over both signs.
     """
-    share = b.op("Mul", b.cast(counts, ir.DataType.DOUBLE), b.const(attrs["tail"], np.float64))
-    tail = b.cast(b.op("Add", share, b.const(ROUND_UP, np.float64)), INT32)
+    share = b.op("Mul", b.precise(counts), b.precise_const(attrs["tail"]))
+    tail = b.cast(b.op("Add", share, b.precise_const(ROUND_UP)), INT32)
     tail = b.op("Max", tail, b.i32(1))  # [E, Hkv, 1]
     # A most of all rows needs one row at least.
     sizes = b.op("Concat", b.reshape(tail, -1), b.const([1], np.int32), axis=0)
     most = b.reduce("Max", sizes, 0, keep=True)
+    if b.fixed:
+        most = b.cast(b.size(b.input("unit_ids"), 2), INT32)
     both = b.op("Concat", scales, b.op("Neg", scales), axis=2)
     both = b.op("Where", valid, both, b.f32(-2.0))
     ends, _ = b.multi("TopK", 2, both, b.cast(most, ir.DataType.INT64), axis=3)
@@ -100,7 +102,7 @@ def adapted(
 
 def exact_total(b: Body, x: ir.Value) -> ir.Value:
     """Return the sum of x [E,Hkv,K,n] over its long last axis, [E,Hkv,K]; zeros change no bit."""
-    return b.cast(b.total(b.cast(x, ir.DataType.DOUBLE), 3), FLOAT)
+    return b.cast(b.total(b.precise(x), 3), FLOAT)
 
 
 def surprise(b: Body, parts: Sequence[ir.Value]) -> ir.Value:

@@ -59,7 +59,12 @@ def number(b: Body, units: ir.Value) -> ir.Value:
 
 
 def largest(b: Body, counts: ir.Value) -> ir.Value:
-    """Return the largest count, int64 [1]; at least one, so that TopK has work."""
+    """Return the largest count, int64 [1]; at least one, so that TopK has work.
+
+    In the fixed form it is the number of units.
+    """
+    if b.fixed:
+        return b.size(b.input("unit_ids"), 3)
     flat = b.op("Concat", b.reshape(counts, -1), b.const([1], np.int32), axis=0)
     return b.cast(b.reduce("Max", flat, 0, keep=True), ir.DataType.INT64)
 

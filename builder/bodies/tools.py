@@ -18,6 +18,8 @@ ONNX_OPSET = 24
 FAR = 1 << 30
 #: Largest finite fp32; scores are clamped to it before they are compared.
 FLOAT_MAX = float(np.finfo(np.float32).max)
+#: Units of a row in the fixed form: TensorRT's TopK gives no more.
+MOST_FIXED_UNITS = 3840
 
 
 Attribute = int | float | str | list[int] | ir.Graph
@@ -33,12 +35,16 @@ class Dims:
     head_dim: int
     #: W, queries in the window.
     window: int
+    #: TensorRT's form: no shape depends on what a tensor holds, there are no branches and no
+    #: doubles, and TopK sorts all units of a row. Elsewhere that would cost time or bits.
+    fixed: bool = False
 
 
 class Body:
     """Collects the nodes of one function; every value is named, constants are shared."""
 
-    def __init__(self, op: ops.Op) -> None:
+    def __init__(self, op: ops.Op, fixed: bool = False) -> None:
+        self.fixed = fixed
         self._op = op
         self._tape = Tape()
         self._consts: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -66,7 +72,12 @@ class Body:
     def branch(
         self, condition: ir.Value, then: Callable[[], ir.Value], other: Callable[[], ir.Value]
     ) -> ir.Value:
-        """Return the value of `then` where the scalar condition holds, else that of `other`."""
+        """Return the value of `then` where the scalar condition holds, else that of `other`.
+
+        `other` must be right in any case: the fixed form takes it without asking.
+        """
+        if self.fixed:
+            return other()
         graphs = {}
         for name, build in (("then_branch", then), ("else_branch", other)):
             tape, consts = self._tape, self._consts
@@ -129,6 +140,14 @@ class Body:
     def cast(self, x: ir.Value, to: ir.DataType) -> ir.Value:
         """Cast `x`."""
         return self.op("Cast", x, to=int(to))
+
+    def precise(self, x: ir.Value) -> ir.Value:
+        """Cast `x` to the widest float type there is: double, or float32 in the fixed form."""
+        return self.cast(x, ir.DataType.FLOAT if self.fixed else ir.DataType.DOUBLE)
+
+    def precise_const(self, value: float) -> ir.Value:
+        """Return a scalar of the type of `precise`."""
+        return self.const(value, np.float32 if self.fixed else np.float64)
 
     def size(self, x: ir.Value, axis: int) -> ir.Value:
         """Return the size of an axis as int64 [1]."""

@@ -97,6 +97,13 @@ def resolve(
             f"score for all of them here; use --selector topk, or --set head_reduce=per_head "
             f"where the scorer has it"
         )
+    own_lengths = select.per_head_lengths or common.row_lengths == "head"
+    if own_lengths and not per_head:
+        raise UsageError(
+            f"row_lengths=head gives heads budgets of their own, and scorer {score.name!r} gives "
+            f"one score for all of them here; use row_lengths=layer, or head_reduce=per_head where "
+            f"the scorer has it"
+        )
     interval = common.decode_interval or (block_size if block_size > 1 else TOKEN_INTERVAL)
     if interval % block_size:
         raise UsageError(
@@ -111,9 +118,10 @@ def resolve(
         window=window.rows,
         window_heads=window.heads,
         per_head=per_head,
-        layout="head" if select.per_head_lengths else "sequence",
+        layout="head" if own_lengths else "sequence",
         states=score.states,
         needs_order=score.needs_order,
+        score_is_mass=score.mass,
         scorer_options=scorer_options.model_dump(),
         selector_options=selector_options.model_dump(),
         **common.model_dump(exclude={"decode_interval"}),

@@ -48,6 +48,11 @@ class CommonOptions(Options):
     layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = Field(
         "uniform", description="uniform, pyramid, or one relative weight per layer"
     )
+    row_lengths: Literal["auto", "layer", "head"] = Field(
+        "auto",
+        description="auto: rows are equally long where the policy allows it; layer, head: requests "
+        "may give layers, or layers and heads, budgets of their own",
+    )
     pyramid_beta: float = Field(20.0, ge=1, description="steepness of the pyramid")
 
     @field_validator("layer_budgets", mode="before")
@@ -73,32 +78,35 @@ class CommonOptions(Options):
 class Policy(BaseModel):
     """A resolved policy as the graph is built from it and the manifest records it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     scorer: str
     selector: str
     scope: Scope
     #: Tokens per unit: the granularity of eviction.
-    block_size: int = 1
+    block_size: int = Field(default=1, ge=1)
     #: Query rows that the scorer needs, and how their heads are kept.
-    window: int = 0
+    window: int = Field(default=0, ge=0)
     window_heads: WindowHeads = "none"
     #: One kept set per KV head (else one per layer).
     per_head: bool = False
-    sink_units: int = 0
-    recent_units: int = 0
-    min_budget_tokens: int = 0
+    sink_units: int = Field(default=0, ge=0)
+    recent_units: int = Field(default=0, ge=0)
+    min_budget_tokens: int = Field(default=0, ge=0)
     prefill_selector: Literal["same", "topk"] = "same"
-    recent_fraction: float = 0.0
+    recent_fraction: float = Field(default=0.0, ge=0, lt=1)
     layer_budgets: Literal["uniform", "pyramid"] | tuple[float, ...] = "uniform"
-    pyramid_beta: float = 20.0
+    row_lengths: Literal["auto", "layer", "head"] = "auto"
+    pyramid_beta: float = Field(default=20.0, ge=1)
     #: Tokens between two decode evictions of a sequence, and freed by each.
-    decode_interval: int = TOKEN_INTERVAL
+    decode_interval: int = Field(default=TOKEN_INTERVAL, ge=1)
     #: `head`: the heads of a layer keep different numbers of rows.
     layout: Layout = "sequence"
     #: State tensors that the graph updates in every step, see `builder/states.py`.
     states: tuple[str, ...] = ()
+    #: The kept share of the score is a share of attention mass: coverage is defined.
+    score_is_mass: bool = False
     #: Rows must stay in position order (decode evictions gather instead of filling holes).
     needs_order: bool = False
     scorer_options: dict[str, int | float | str] = {}
@@ -122,7 +130,8 @@ class Policy(BaseModel):
     @property
     def shared_lens(self) -> bool:
         """Whether all layers and heads keep equally many rows."""
-        return self.layout == "sequence" and self.layer_budgets == "uniform"
+        uniform = self.layer_budgets == "uniform" and self.row_lengths == "auto"
+        return self.layout == "sequence" and uniform
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ import onnx_ir as ir
 from pydantic import Field
 
 from kvsift.builder.graph import GraphBuilder
+from kvsift.builder.native_ops import NATIVE_OPS
 from kvsift.builder.ops import DOMAIN, TABLE, Value
+
+ROWS = TABLE | {op.name: op for op in NATIVE_OPS}
 
 
 def option(op: str, attribute: str) -> Any:
@@ -23,13 +26,14 @@ def call(
     op: str,
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Value],
+    outputs: Sequence[ir.Value] | None = None,
 ) -> Sequence[ir.Value]:
-    """Append a node of the op table and return its outputs.
+    """Append a node of the op table and return its outputs, which are `outputs` if given.
 
     Every attribute is written, since TensorRT's importer only warns of a missing one. A model
     holds one body per op, so an op is called with the same attributes everywhere.
     """
-    row = TABLE[op]
+    row = ROWS[op]
     assert len(inputs) == len(row.inputs)
     assert None not in inputs, f"{op} needs every input"
     written: dict[str, Value] = row.defaults() | dict(attributes)
@@ -38,4 +42,4 @@ def call(
         a.name: int(written[a.name]) if a.is_int else float(written[a.name]) for a in row.attrs
     }
     assert g.calls.setdefault(op, values) == values, f"{op} is called with other attributes"
-    return g.multi(op, *inputs, outputs=len(row.outputs), domain=DOMAIN, **values)
+    return g.multi(op, *inputs, outputs=outputs or len(row.outputs), domain=DOMAIN, **values)

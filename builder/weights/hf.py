@@ -72,8 +72,11 @@ class HfSource:
                 f"{self._path / 'tokenizer.json'} cannot be read ({error}); copy it again"
             ) from None
         for name in _TOKENIZER_FILES:
-            if (self._path / name).is_file():
-                shutil.copyfile(self._path / name, directory / name)
+            if not (self._path / name).is_file():
+                continue
+            if name.endswith(".json"):
+                _json(self._path, name)
+            shutil.copyfile(self._path / name, directory / name)
 
     def _index_safetensors(self, file: Path) -> None:
         """Note which tensors `file` holds; a truncated file fails here, before any work."""
@@ -82,7 +85,9 @@ class HfSource:
                 for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
                     part = handle.get_slice(name)
                     self._note(file, name, tuple(part.get_shape()), part.get_dtype() in _FLOATS)
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read ({error}); check its permissions") from None
+        except SafetensorError as error:
             raise ModelError(
                 f"{file.name} is no complete safetensors file ({error}); download it again and "
                 f"compare its size, {file.stat().st_size} bytes here"

@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `python -m kvsift.runtime.bench decode|profile|scoring`."""
+"""The commands of `kvsift bench`, also `python -m kvsift.runtime.bench`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -21,19 +20,23 @@ from kvsift.builder.errors import KvsiftError, UsageError, unknown_name
 from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.families import tensor_shapes
 from kvsift.builder.linear import Quantize
-from kvsift.builder.package import Limits, load_manifest
 from kvsift.builder.policies import resolve
-from kvsift.builder.targets.ort import BuildOptions, build
-from kvsift.builder.weights import WeightSource, default_model, open_model
-from kvsift.runtime.bench import decode, prefill, report, scoring, text
+from kvsift.builder.weights import default_model, open_model
+from kvsift.runtime.bench import decode, prefill, report, scoring, serve, sweep_commands, text
 from kvsift.runtime.bench import profile as profiling
 from kvsift.runtime.bench.bandwidth import MIB_DEFAULT, Bandwidth
+from kvsift.runtime.bench.builds import limits_for, obtain
 from kvsift.runtime.bench.transformers_peer import Peer, why_absent
 from kvsift.runtime.engine import Engine
 
 DENSE, EVICTED = "full", "nexus"
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Measure speed and memory.",
+)
 
 Context = Annotated[int, typer.Option(help="Tokens of context, those of the prompt.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of every engine.")]
@@ -64,7 +67,7 @@ def decode_command(
 ) -> None:
     """Time dense, evicted and transformers decode, and prefill, in interleaved runs.
 
-    Example: python -m kvsift.runtime.bench decode --context 8192 --json decode.json
+    Example: kvsift bench decode --context 8192 --json decode.json
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     batches, kinds = _integers(batch), _precisions(quantize)
@@ -131,7 +134,7 @@ def profile_command(
 ) -> None:
     """Say where the time of a decode step goes, by op type.
 
-    Example: python -m kvsift.runtime.bench profile --engine ENGINE_DIR --context 8192
+    Example: kvsift bench profile --engine ENGINE_DIR --context 8192
     """
     prompt = text.prompt_of(engine, context)
     found = profiling.profile(engine, prompt, batch, steps, threads)
@@ -173,7 +176,7 @@ def scoring_command(
 ) -> None:
     """Time what every policy's eviction adds to reading a prompt, in an interleaved run.
 
-    Example: python -m kvsift.runtime.bench scoring --policies keydiff,nestedkv
+    Example: kvsift bench scoring --policies keydiff,nestedkv
     """
     source = open_model(model or default_model())
     models = {}
@@ -201,49 +204,9 @@ def scoring_command(
     Console().print(table)
 
 
-def limits_for(source: WeightSource, context: int, density: float, max_batch: int) -> Limits:
-    """Return the limits of both engines; UsageError if the model has fewer positions."""
-    positions = source.config.max_positions
-    if not 2 <= context <= positions:
-        raise UsageError(
-            f"context must be in [2, {positions}], the model's positions, got {context}"
-        )
-    return Limits(
-        max_input=context,
-        max_output=1024,
-        max_batch=max_batch,
-        density=density,
-        max_density=density,
-    )
-
-
-def obtain(
-    source: WeightSource,
-    policy_name: str,
-    quantize: Quantize,
-    limits: Limits,
-    directory: Path,
-    on_build: Callable[[str], None] | None = None,
-) -> Path:
-    """Return the package `directory/POLICY-QUANTIZE`, built unless it is there and fits.
-
-    `limits.density` holds for the evicting policy; the dense one has density 1.
-    """
-    policy = resolve(policy_name)
-    if not policy.evicts:
-        limits = limits.model_copy(update={"density": 1.0, "max_density": 1.0})
-    path = directory / f"{policy_name}-{quantize}"
-    try:
-        found = load_manifest(path)
-    except KvsiftError:
-        found = None
-    wanted = (source.config, policy, quantize, limits)
-    if found and (found.model, found.policy, found.quantize, found.limits) == wanted:
-        return path
-    if on_build:
-        on_build(path.name)
-    build(source, policy, limits, path, BuildOptions(quantize=quantize, force=True))
-    return path
+app.command("serve")(serve.command)
+app.command("run")(sweep_commands.run_command)
+app.command("paper")(sweep_commands.paper_command)
 
 
 def _integers(given: str) -> list[int]:

@@ -16,6 +16,7 @@ from kvsift.runtime.bench.bandwidth import Bandwidth
 from kvsift.runtime.bench.timing import Series, interleave
 from kvsift.runtime.bench.transformers_peer import CACHES, Peer, PeerSteps, fastest
 from kvsift.runtime.bench.weights import weight_bytes
+from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.sequence import Sequence
 
@@ -151,7 +152,13 @@ def _peer_series(
     if peer is None:
         return None, None, None
     held = pair.dense.cache
-    keys, values = ([a[:batch] for a in arrays] for arrays in (held.keys, held.values))
+    keys, values = (
+        [
+            np.stack([held.read(slot, layer)[name] for slot in range(batch)])
+            for layer in range(len(held.capacities))
+        ]
+        for name in (KEY, VALUE)
+    )
     runs: dict[str, PeerSteps] = {}
     for kind in CACHES:
         runs[kind] = peer.steps(keys, values, len(prompt), kind)

@@ -87,7 +87,7 @@ def _eviction(pair: Pair, prompt: list[int]) -> dict[str, float]:
     """
     engine, tokens = pair.evicted, len(prompt)
     sequence = steps.prepare(engine, prompt)
-    source = engine._slot(sequence, 0, units_of(tokens, engine.manifest.policy.block_size))
+    source = engine.new_slot(sequence, 0, units_of(tokens, engine.manifest.policy.block_size))
     source.append(tokens)
     step = Step(
         input_ids=np.array([prompt[-1:]], np.int64),
@@ -107,7 +107,7 @@ def _eviction(pair: Pair, prompt: list[int]) -> dict[str, float]:
     interleave([plain, evicts], EVICTION_ROUNDS)
     kept = engine.session.run(engine.scratch, evicting).kept
     assert kept is not None
-    slot = engine._slot(sequence, 0, engine.cache.capacity // source.block_size)
+    slot = engine.new_slot(sequence, 0, engine.cache.capacity // source.block_size)
     gathers = []
     for _ in range(EVICTION_ROUNDS):
         start = time.perf_counter()

@@ -15,6 +15,7 @@ import onnxruntime as ort
 from kvsift.builder.package import GRAPH
 from kvsift.runtime.bench import steps
 from kvsift.runtime.bench.timing import Series
+from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine
 
 #: Steps before the profile starts to count.
@@ -51,8 +52,10 @@ def profile(directory: Path, prompt: list[int], batch: int, count: int, threads:
         run = steps.DenseSteps(engine, prompt, len(prompt), batch)
         rows = len(prompt)
         rng = np.random.default_rng(0)
-        for array in (*engine.cache.keys, *engine.cache.values):
-            array[:] = rng.standard_normal(array.shape, np.float32)
+        for slot, layer in np.ndindex(engine.cache.slots, len(engine.cache.capacities)):
+            held = engine.cache.read(slot, layer)
+            made = {n: rng.standard_normal(held[n].shape, np.float32) for n in (KEY, VALUE)}
+            engine.cache.write(slot, layer, made)
     with tempfile.TemporaryDirectory() as folder:
         session = _profiled(engine, Path(folder), threads)
         series = Series("profiled", run.step, steps=count, warmup=WARMUP)

@@ -14,6 +14,7 @@ from kvsift.builder.states import STATES
 from kvsift.runtime.bench import steps
 from kvsift.runtime.bench.timing import Series, interleave
 from kvsift.runtime.budgets import units_of
+from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.slots import evictions, new_slot
@@ -72,7 +73,8 @@ def _runner(
     features = config.num_layers * window_features(config, policy)
     feed[names.Q_RING_IN] = random(1, policy.window + 1, features)
     for i in range(config.num_layers):
-        feed[names.past_key(i)], feed[names.past_value(i)] = cache.keys[i], cache.values[i]
+        held = cache.read(0, i)
+        feed[names.past_key(i)], feed[names.past_value(i)] = held[KEY][None], held[VALUE][None]
         for state in policy.states:
             dims = [cache.capacity if d == "C" else int(d) for d in STATES[state].dims(config)]
             feed[names.state_in(state, i)] = np.abs(random(1, *dims))

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 
 from kvsift.builder.errors import UsageError
+from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine, Request
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.sequence import Sequence
@@ -15,7 +16,7 @@ from kvsift.runtime.sequence import Sequence
 def prepare(engine: Engine, prompt: list[int]) -> Sequence:
     """Return a request for `prompt` that has not run yet; its seeds are fixed."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
-    return engine._prepare(0, Request(prompt, sampling, EvictionParams()))
+    return engine.prepare(0, Request(prompt, sampling, EvictionParams()))
 
 
 class EvictedSteps:
@@ -58,7 +59,7 @@ class DenseSteps:
         for i in range(batch):
             sequence = prepare(engine, prompt)
             units = engine.cache.capacity // engine.manifest.policy.block_size
-            sequence.slot = engine._slot(sequence, i, units)
+            sequence.slot = engine.new_slot(sequence, i, units)
             sequence.slot.append(rows - 1)
             sequence.tokens.append(prompt[-1])
             self.sequences.append(sequence)
@@ -73,7 +74,7 @@ class DenseSteps:
 
     def logits(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         """Return the step's logits [batch, V]."""
-        made = self._engine._decode(self.sequences)
+        made = self._engine.decode(self.sequences)
         for sequence in self.sequences:
             sequence.slot.lens = sequence.slot.lens - 1
             sequence.slot.seen -= 1
@@ -83,7 +84,7 @@ class DenseSteps:
 def prefill(engine: Engine, prompt: list[int]) -> Sequence:
     """Read the prompt into slot 0 and return the sequence; UsageError if nothing was evicted."""
     sequence = prepare(engine, prompt)
-    logits = engine._prefill(sequence, 0)
+    logits = engine.prefill(sequence, 0)
     sequence.tokens.append(int(logits.argmax()))
     if engine.manifest.policy.evicts and not sequence.slot.steps:
         raise UsageError(
@@ -98,17 +99,15 @@ def fill_dense(dense: Engine, evicted: Engine, context: int) -> None:
 
     Its scratch still holds every row, before eviction.
     """
-    pairs = (
-        (dense.cache.keys, evicted.scratch.keys),
-        (dense.cache.values, evicted.scratch.values),
-    )
-    for targets, sources in pairs:
-        for target, source in zip(targets, sources, strict=True):
-            target[:, :, :context] = source[:1, :, :context]
+    for layer in range(len(dense.cache.capacities)):
+        held = evicted.scratch.read(0, layer)
+        rows = {name: held[name][:, :context] for name in (KEY, VALUE)}
+        for slot in range(dense.cache.slots):
+            dense.cache.write(slot, layer, rows)
 
 
 def _decode(engine: Engine, sequences: list[Sequence]) -> None:
-    logits = engine._decode(sequences)
+    logits = engine.decode(sequences)
     for sequence in sequences:
         sequence.tokens.append(int(logits[sequence.slot.index].argmax()))
 
@@ -119,8 +118,9 @@ def _copied(engine: Engine, first: Sequence, index: int) -> Sequence:
     made.tokens = list(first.tokens)
     made.slot = copy.deepcopy(first.slot)
     made.slot.index, made.slot.seed = index, index + 1
-    rings = [engine.cache.ring] if engine.cache.ring is not None else []
-    for arrays in (engine.cache.keys, engine.cache.values, rings):
-        for array in arrays:
-            array[index] = array[0]
+    cache = engine.cache
+    for layer in range(len(cache.capacities)):
+        cache.write(index, layer, cache.read(0, layer))
+    if (ring := cache.read_queries(0)) is not None:
+        cache.write_queries(index, ring)
     return made

@@ -79,12 +79,40 @@ class Peer:
         if left:
             raise EngineError(f"transformers has weights that the model lacks: {left[0]}")
 
+    @property
+    def model(self) -> Any:
+        """The transformers model itself."""
+        return self._model
+
     def steps(self, keys: Sequence[Floats], values: Sequence[Floats], rows: int, kind: str) -> Any:
         """Return decode steps over caches `keys[layer]`, `values[layer]` [B, Hkv, >= rows - 1, D].
 
         `kind` is one of CACHES.
         """
         return PeerSteps(self._torch, self._transformers, self._model, (keys, values), rows, kind)
+
+    def generate(self, prompt: Sequence[int], output: int, batch: int) -> tuple[float, list[float]]:
+        """Return the seconds to the first token and between tokens of `batch` greedy answers.
+
+        The prompt is read once, in one call, and its cache repeated for the batch: the time of
+        the first sequence, as of an engine that reads one prompt after the other.
+        """
+        torch = self._torch
+        cache = self._transformers.DynamicCache()
+        itl = []
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model(torch.tensor([list(prompt)]), past_key_values=cache, logits_to_keep=1)
+            ids = out.logits[:, -1].argmax(-1, keepdim=True)
+            ttft = time.perf_counter() - start
+            cache.batch_repeat_interleave(batch)
+            ids = ids.expand(batch, 1)
+            for _ in range(output - 1):
+                start = time.perf_counter()
+                out = self._model(ids, past_key_values=cache, use_cache=True)
+                ids = out.logits[:, -1].argmax(-1, keepdim=True)
+                itl.append(time.perf_counter() - start)
+        return ttft, itl
 
     def prefill(self, prompt: list[int], chunk: int) -> tuple[float, Floats]:
         """Return the seconds of reading the prompt in chunks, and the last logits [V]."""

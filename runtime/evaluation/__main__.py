@@ -1,50 +1,52 @@
-"""The commands of the evaluation: `python -m kvsift.runtime.evaluation fidelity|stream|needles`.
+"""The commands of `kvsift eval`, also `python -m kvsift.runtime.evaluation`.
 
-The only module here that builds: it makes the evaluation engine and one eviction model per variant.
+`builds` makes the evaluation engines and one eviction model per variant.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import onnx_ir as ir
-import onnxruntime as ort
 import typer
 
-import kvsift
-from kvsift.builder.errors import EngineError, KvsiftError, PackageError, UsageError
-from kvsift.builder.eviction_model import eviction_model
-from kvsift.builder.package import Limits, ModelConfig, load_manifest
-from kvsift.builder.policies import resolve
-from kvsift.builder.targets.ort import BuildOptions, build
-from kvsift.builder.weights import default_model, open_model
-from kvsift.runtime.evaluation import fidelity, needles, runner, texts
+from kvsift.builder.errors import EngineError, KvsiftError, UsageError
+from kvsift.runtime.evaluation import (
+    builds,
+    fidelity,
+    needles,
+    plots,
+    report,
+    runner,
+    suites,
+    task_commands,
+    texts,
+)
 from kvsift.runtime.evaluation.lab import Lab
+from kvsift.runtime.evaluation.options import (
+    Density,
+    Follow,
+    Model,
+    Names,
+    Out,
+    Prompt,
+    Prose,
+    Reference,
+    Samples,
+    Seeds,
+    Suite,
+    Threads,
+)
 from kvsift.runtime.evaluation.store import Store
-from kvsift.runtime.evaluation.variants import ONE_SHOT, PAPER, STREAM, Spec, Variant, pick
-
-#: What the evaluation engine's own policy is: the one whose window serves all others.
-READER = {"head_reduce": "mean_prob"}
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help="Measure quality.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
-
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory of engine and results.")]
-Model = Annotated[Path | None, typer.Option("--model", help="Model directory or GGUF file.")]
-Samples = Annotated[int, typer.Option("--samples", help="Samples of each kind of text, up to 64.")]
-Prompt = Annotated[int, typer.Option("--prompt", help="Tokens of the prompt.")]
-Density = Annotated[list[float], typer.Option("--density", help="Kept share; repeatable.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="Eviction seeds of sampled variants.")]
-Prose = Annotated[Path | None, typer.Option("--prose", help="Essays' wheel, .json or .txt file.")]
-Names = Annotated[list[str], typer.Option("--variant", help="Only this variant; repeatable.")]
-Reference = Annotated[str, typer.Option("--reference", help="Variant that others are compared to.")]
-Threads = Annotated[int, typer.Option("--threads", help="Threads; 0: ONNX Runtime's choice.")]
 
 
 @app.command("fidelity")
@@ -53,22 +55,71 @@ def fidelity_command(
     samples: Samples = 32,
     model: Model = None,
     prompt: Prompt = 1024,
-    follow: Annotated[int, typer.Option("--follow", help="Tokens that follow.")] = 128,
-    density: Density = [0.5, 0.2],  # noqa: B006
-    seeds: Seeds = 4,
+    follow: Follow = 128,
+    density: Density = [0.5, 0.2, 0.1],  # noqa: B006
+    seeds: Seeds = 1,
     prose: Prose = None,
+    suite: Suite = "policies",
     variant: Names = [],  # noqa: B006
-    reference: Reference = PAPER,
+    reference: Reference = None,
     threads: Threads = 0,
 ) -> None:
-    """KL to the full cache after one eviction at the prompt's end.
+    """KL to the full cache, top-1 agreement and perplexity after one eviction at a prompt's end.
 
-    Example: python -m kvsift.runtime.evaluation fidelity --samples 32 --out results
+    Example: kvsift eval fidelity --samples 32 --out results
     """
     settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
-    _fidelity(
-        "fidelity", out, samples, model, settings, ONE_SHOT, variant, prose, reference, threads
-    )
+    _fidelity("fidelity", _Common(out, samples, model, prose, suite, variant, reference, threads),
+              settings)  # fmt: skip
+
+
+@app.command("ablate")
+def ablate_command(
+    out: Out,
+    samples: Samples = 32,
+    model: Model = None,
+    prompt: Prompt = 1024,
+    follow: Follow = 128,
+    density: Density = [0.2],  # noqa: B006
+    seeds: Seeds = 2,
+    prose: Prose = None,
+    suite: Suite = "ablation",
+    variant: Names = [],  # noqa: B006
+    reference: Reference = None,
+    threads: Threads = 0,
+) -> None:
+    """KL to the full cache with one part of a method changed at a time, as paired differences.
+
+    Example: kvsift eval ablate --samples 32 --out results
+    """
+    settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
+    _fidelity("ablate", _Common(out, samples, model, prose, suite, variant, reference, threads),
+              settings)  # fmt: skip
+
+
+@app.command("seeds")
+def seeds_command(
+    out: Out,
+    samples: Samples = 16,
+    model: Model = None,
+    prompt: Prompt = 1024,
+    follow: Follow = 128,
+    density: Density = [0.5, 0.2],  # noqa: B006
+    seeds: Seeds = 8,
+    prose: Prose = None,
+    suite: Suite = "sampled",
+    variant: Names = [],  # noqa: B006
+    threads: Threads = 0,
+) -> None:
+    """How far KL depends on the eviction seed, for a sample and for the mean of a whole run.
+
+    Example: kvsift eval seeds --samples 16 --seeds 8 --out results
+    """
+    if seeds < 2:
+        raise UsageError(f"seeds must be at least 2 to show a spread, got {seeds}")
+    settings = fidelity.Settings(prompt, follow, follow, 1, tuple(density), seeds)
+    _fidelity("seeds", _Common(out, samples, model, prose, suite, variant, None, threads),
+              settings)  # fmt: skip
 
 
 @app.command("stream")
@@ -77,22 +128,24 @@ def stream_command(
     samples: Samples = 32,
     model: Model = None,
     prompt: Prompt = 1024,
-    follow: Annotated[int, typer.Option("--follow", help="Tokens that follow.")] = 512,
+    follow: Follow = 512,
     density: Density = [0.2],  # noqa: B006
     seeds: Seeds = 2,
     prose: Prose = None,
+    suite: Suite = "stream",
     variant: Names = [],  # noqa: B006
-    reference: Reference = PAPER,
+    reference: Reference = None,
     threads: Threads = 0,
 ) -> None:
     """KL to the full cache while decoding evicts a block each 32 tokens, in four parts.
 
-    Example: python -m kvsift.runtime.evaluation stream --samples 32 --out results
+    Example: kvsift eval stream --samples 32 --out results
     """
     if follow % 128:
         raise UsageError(f"follow must be a multiple of 128, got {follow}; 512 is the default")
     settings = fidelity.Settings(prompt, follow, 32, 4, tuple(density), seeds)
-    _fidelity("stream", out, samples, model, settings, STREAM, variant, prose, reference, threads)
+    _fidelity("stream", _Common(out, samples, model, prose, suite, variant, reference, threads),
+              settings)  # fmt: skip
 
 
 @app.command("needles")
@@ -102,21 +155,24 @@ def needles_command(
     model: Model = None,
     prompt: Prompt = 1024,
     density: Density = [0.5, 0.2],  # noqa: B006
-    seeds: Seeds = 4,
+    seeds: Seeds = 1,
     prose: Prose = None,
+    suite: Suite = "policies",
     variant: Names = [],  # noqa: B006
-    reference: Reference = PAPER,
+    reference: Reference = None,
     threads: Threads = 0,
 ) -> None:
     """Share of planted secrets that greedy decoding finds after the eviction.
 
-    Example: python -m kvsift.runtime.evaluation needles --samples 32 --out results
+    Example: kvsift eval needles --samples 32 --out results
     """
-    lab, variants = _prepare(out, model, prompt + 128, ONE_SHOT, variant, threads)
+    specs = suites.pick(suites.suite(suite), variant)
+    lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
     text = texts.load_prose(prose)
-    haystacks = texts.prose_samples(lab.tokenizer, text, _prose_name(prose), samples, prompt)
-    settings = {"prompt": prompt, "densities": density, "seeds": seeds} | _common(lab, variants)
+    haystacks = texts.prose_samples(lab.tokenizer, text, texts.prose_name(prose), samples, prompt)
+    settings = {"prompt": prompt, "densities": density, "seeds": seeds}
+    settings |= builds.recorded(lab, variants)
     store = Store(out / "needles.jsonl", settings)
 
     def measure(sample: texts.Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -125,38 +181,49 @@ def needles_command(
         return runs, {"answer": needle.answer, "depth": needle.depth}
 
     runner.run(store, haystacks, measure)
-    print(_report(out, "needles", store, settings, "correct", "accuracy", reference))
+    chosen = reference or suites.default_reference(specs)
+    print(runner.write_reports(out, "needles", store, settings, "correct", "accuracy", chosen))
+    found = report.cells(store.samples, "correct")
+    columns = [report.Column(f"density {d:g}", found, "prose", d) for d in density]
+    title = f"Needles found, {prompt} tokens, n = {len(store.samples)}"
+    plots.maybe(lambda: plots.grid(out / "needles.png", columns, "accuracy", title))
 
 
 @app.command("tables")
-def tables_command(out: Out, reference: Reference = PAPER) -> None:
+def tables_command(out: Out, reference: Reference = None) -> None:
     """Print the fidelity and needle results of a directory side by side.
 
-    Example: python -m kvsift.runtime.evaluation tables --out results
+    Example: kvsift eval tables --out results
     """
     print(runner.summary(out, reference), end="")
 
 
-def _fidelity(
-    title: str,
-    out: Path,
-    samples: int,
-    model: Path | None,
-    settings: fidelity.Settings,
-    specs: list[Spec],
-    only: list[str],
-    prose: Path | None,
-    reference: str,
-    threads: int,
-) -> None:
+app.command("ruler")(task_commands.ruler_command)
+app.command("sessions")(task_commands.sessions_command)
+app.command("agreement")(task_commands.agreement_command)
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What every run over texts is asked for."""
+
+    out: Path
+    samples: int
+    model: Path | None
+    prose: Path | None
+    suite: str
+    only: list[str]
+    reference: str | None
+    threads: int
+
+
+def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     size = settings.prompt + settings.follow
-    lab, variants = _prepare(out, model, size + 64, specs, only, threads)
-    essays = texts.prose_samples(
-        lab.tokenizer, texts.load_prose(prose), _prose_name(prose), samples, size
-    )
-    code = texts.code_samples(lab.tokenizer, samples, size)
-    recorded = asdict(settings) | _common(lab, variants)
-    store = Store(out / f"{title}.jsonl", recorded)
+    specs = suites.pick(suites.suite(asked.suite), asked.only)
+    lab, variants = builds.prepare(asked.out, asked.model, size + 64, specs, asked.threads)
+    samples = _texts(lab, asked, size)
+    recorded = asdict(settings) | builds.recorded(lab, variants)
+    store = Store(asked.out / f"{title}.jsonl", recorded)
 
     def measure(sample: texts.Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         runs = fidelity.measure(lab, sample, variants, settings)
@@ -169,64 +236,40 @@ def _fidelity(
             )
         return runs, {}
 
-    runner.run(store, runner.alternate(essays, code), measure)
-    print(_report(out, title, store, recorded, "kl", "KL (nats)", reference))
+    runner.run(store, samples, measure)
+    reference = asked.reference or suites.default_reference(specs)
+    print(runner.write_reports(asked.out, title, store, recorded, "kl", "KL (nats)", reference))
+    plots.maybe(lambda: _plot(asked.out, title, store, settings))
 
 
-def _report(
-    out: Path,
-    title: str,
-    store: Store,
-    settings: dict[str, Any],
-    metric: str,
-    label: str,
-    reference: str,
-) -> str:
-    return runner.write_reports(out, title, store, settings, metric, label, reference)
-
-
-def _prepare(
-    out: Path, model: Path | None, capacity: int, specs: list[Spec], only: list[str], threads: int
-) -> tuple[Lab, list[Variant]]:
-    """Return the evaluation engine, built if it is not there, and the variants."""
-    engine = out / "engine"
-    source = open_model(default_model() if model is None else model)
-    try:
-        found = load_manifest(engine)
-        if found.model != source.config:
-            raise UsageError(f"{engine} is of another model; choose another --out")
-    except PackageError:
-        limits = Limits(max_input=4096, max_output=1024, max_batch=1, density=0.2, max_density=1.0)
-        print(f"building the evaluation engine in {engine}", file=sys.stderr)
-        options = BuildOptions(all_logits=True, force=True)
-        build(source, resolve("nexus", options=READER), limits, engine, options)
-    lab = Lab(engine, capacity, threads or None)
-    return lab, [_variant(lab.manifest.model, spec) for spec in pick(specs, only)]
-
-
-def _variant(config: ModelConfig, spec: Spec) -> Variant:
-    options = dict(spec.options) or None
-    policy = resolve(spec.eviction, selector=spec.selector, scope=spec.scope, options=options)
-    if not policy.evicts:
-        return Variant(spec, policy, None)
-    made = ir.to_proto(eviction_model(config, policy))
-    return Variant(spec, policy, made.SerializeToString())
-
-
-def _prose_name(path: Path | None) -> str:
-    return texts.ESSAYS_WHEEL if path is None else path.name
-
-
-def _common(lab: Lab, variants: list[Variant]) -> dict[str, Any]:
-    """Return what else must be equal for results to belong together."""
-    return {
-        "kvsift": kvsift.__version__,
-        "onnxruntime": ort.__version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "weights": lab.manifest.files["model.data"].sha256[:16],
-        "variants": {v.name: v.policy.model_dump() for v in variants},
+def _plot(out: Path, title: str, store: Store, settings: fidelity.Settings) -> None:
+    found = report.cells(store.samples, "kl")
+    kinds = sorted({s["kind"] for s in store.samples}, reverse=True)
+    densities, path = settings.densities, out / f"{title}.png"
+    label = "KL to the full cache (nats)"
+    counts = {k: sum(s["kind"] == k for s in store.samples) for k in kinds}
+    groups = {
+        f"{k}, n = {counts[k]}": [report.Column(f"density {d:g}", found, k, d) for d in densities]
+        for k in kinds
     }
+    if title == "ablate":
+        columns = [
+            report.Column(f"{k}, density {d:g}", found, k, d) for k in kinds for d in densities
+        ]
+        heading = "One part changed at a time: a − b (below 0: a is nearer to the full cache)"
+        plots.forest(path, columns, suites.CONTRASTS, f"difference of {label}", heading)
+    elif title == "seeds":
+        plots.seeds(path, groups, f"mean {label}", "Mean of a whole run, one point per seed")
+    else:
+        plots.dots(path, groups, label, f"Distance from the full cache: {title}", log=True)
+
+
+def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:
+    """Return the samples of prose and of code in turn."""
+    prose = texts.load_prose(asked.prose)
+    name = texts.prose_name(asked.prose)
+    essays = texts.prose_samples(lab.tokenizer, prose, name, asked.samples, size)
+    return runner.alternate(essays, texts.code_samples(lab.tokenizer, asked.samples, size))
 
 
 def main() -> None:

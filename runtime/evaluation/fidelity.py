@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.runtime.evaluation.lab import Floats, Lab
+from kvsift.runtime.evaluation.lab import Lab
+from kvsift.runtime.evaluation.stage import Floats
 from kvsift.runtime.evaluation.texts import Sample
 from kvsift.runtime.evaluation.variants import Variant
 
@@ -47,11 +48,17 @@ class Reference:
         self.p = [np.exp(part) for part in self.logp]
         self.top = [part.argmax(axis=-1) for part in self.logp]
 
-    def compare(self, part: int, logits: Floats) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return KL(full || given) [S] in nats and whether the likeliest tokens agree [S]."""
-        distance = self.logp[part] - log_softmax(logits)
-        kl = np.einsum("sv,sv->s", self.p[part], distance).astype(np.float64)
-        return kl, logits.argmax(axis=-1) == self.top[part]
+    def compare(
+        self, part: int, logits: Floats, targets: Sequence[int] = ()
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.float64]]:
+        """Return KL(full || given) in nats, whether the likeliest tokens agree, and the negative
+        log probability of `targets`, the tokens that came next (NaN where none is given); all [S].
+        """
+        logp = log_softmax(logits)
+        kl = np.einsum("sv,sv->s", self.p[part], self.logp[part] - logp).astype(np.float64)
+        nll = np.full(len(logp), np.nan)
+        nll[: len(targets)] = -logp[np.arange(len(targets)), list(targets)]
+        return kl, logits.argmax(axis=-1) == self.top[part], nll
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -69,7 +76,9 @@ def eviction_seed(sample: int, draw: int) -> int:
 def measure(
     lab: Lab, sample: Sample, variants: Sequence[Variant], settings: Settings
 ) -> list[dict[str, Any]]:
-    """Return one record per variant, density and seed: KL in nats and agreement, by bin."""
+    """Return one record per variant, density and seed: by bin: KL in nats, agreement, and
+    the mean negative log probability of the text, whose exponential is the perplexity.
+    """
     prompt = sample.tokens[: settings.prompt]
     follow = sample.tokens[settings.prompt : settings.prompt + settings.follow]
     lab.read(prompt)
@@ -95,24 +104,26 @@ def _one(
     settings: Settings,
 ) -> dict[str, Any]:
     slot = lab.evict(variant, lab.budget(variant.policy, density), seed)
-    kept = slot.length
-    kls, agreed = [], []
+    kept = round(slot.rows_held)
+    found = []
     for part, at in enumerate(range(0, len(follow), settings.split)):
-        kl, same = reference.compare(part, lab.force(slot, follow[at : at + settings.split]))
-        kls.append(kl)
-        agreed.append(same)
+        logits = lab.force(variant, slot, follow[at : at + settings.split])
+        targets = follow[at + 1 : at + settings.split + 1]
+        found.append(reference.compare(part, logits, targets))
         if settings.in_decode:
             lab.evict_full(variant, slot)
-    bins = np.array_split(np.concatenate(kls), settings.bins)
-    same_bins = np.array_split(np.concatenate(agreed), settings.bins)
+    kl, agreed, nll = (
+        np.array_split(np.concatenate(values), settings.bins) for values in zip(*found, strict=True)
+    )
     finite = [c for c in slot.coverages if math.isfinite(c)]
     return {
         "variant": variant.name,
         "density": density,
         "seed": seed,
         "kept": kept,
-        "kl": [round(float(b.mean()), 9) for b in bins],
-        "agreement": [round(float(b.mean()), 6) for b in same_bins],
+        "kl": [round(float(b.mean()), 9) for b in kl],
+        "agreement": [round(float(b.mean()), 6) for b in agreed],
+        "nll": [round(float(np.nanmean(b)), 6) for b in nll],
         "coverage": round(finite[0], 6) if finite else None,
     }
 

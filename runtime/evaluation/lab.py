@@ -1,7 +1,7 @@
 """One engine that reads a prompt once, and any number of policies that evict from what it read.
 
-The engine's query window holds every head, from which the window of each policy follows; its
-graph gives the logits of every token, so that known text runs in few steps.
+The engine's query window holds every head, from which the window of each policy follows, and its
+graph keeps every state and gives the logits of every token, so that known text runs in few steps.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from kvsift.builder import names
-from kvsift.builder.errors import CapacityError, EngineError
-from kvsift.builder.package import Policy, load_manifest
+from kvsift.builder.errors import EngineError
+from kvsift.builder.package import Policy
 from kvsift.runtime.budgets import BudgetRule, units_of
-from kvsift.runtime.cache import KVCache
+from kvsift.runtime.evaluation.stage import Floats, Stage
 from kvsift.runtime.evaluation.variants import Variant
+from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.layer_budgets import layer_budgets
 from kvsift.runtime.params import EvictionParams
-from kvsift.runtime.sessions import Kept, Step
-from kvsift.runtime.sessions.ort import OrtSession
+from kvsift.runtime.sessions import Kept
 from kvsift.runtime.slots import (
     Slot,
     compact,
@@ -36,7 +36,6 @@ from kvsift.runtime.slots import (
     new_slot,
 )
 
-Floats = NDArray[np.float32]
 #: The block size of the policy that sets everyone's budget.
 BLOCK = 32
 
@@ -47,9 +46,14 @@ def fair_budget(policy: Policy, prompt_tokens: int, density: float) -> int | Non
     Every policy gets as many tokens as one with blocks of BLOCK would keep, so that all are
     compared at the same size. There is no minimum budget.
     """
+    blocks = int(density * units_of(prompt_tokens, BLOCK) + 1e-9)
+    return token_budget(policy, prompt_tokens, max(1, blocks * BLOCK))
+
+
+def token_budget(policy: Policy, prompt_tokens: int, tokens: int) -> int | None:
+    """Return the units of a budget in tokens, None for a policy that keeps all."""
     if policy.scope == "none":
         return None
-    blocks = int(density * units_of(prompt_tokens, BLOCK) + 1e-9)
     rule = BudgetRule(
         block_size=policy.block_size,
         sink_units=policy.sink_units,
@@ -60,34 +64,46 @@ def fair_budget(policy: Policy, prompt_tokens: int, density: float) -> int | Non
         capacity=1 << 30,
         max_positions=1 << 30,
     )
-    return rule.units(prompt_tokens, EvictionParams(budget_tokens=max(1, blocks * BLOCK)), 0)
+    return rule.units(prompt_tokens, EvictionParams(budget_tokens=tokens), 0)
 
 
 class Lab:
     """A loaded evaluation engine (windows of all heads, logits of all tokens) with its caches.
 
-    `capacity`: the longest sequence in tokens. Raises EngineError for an engine of another kind.
+    `capacity`: the longest sequence in tokens; `slots`: sequences that decode together. `heads`:
+    a second engine, for policies whose layers or heads keep different numbers of tokens. Raises
+    EngineError for an engine of another kind.
     """
 
-    def __init__(self, directory: Path, capacity: int, threads: int | None = None) -> None:
-        self.manifest = load_manifest(directory)
-        policy, model = self.manifest.policy, self.manifest.model
-        if not self.manifest.all_logits or policy.window_heads != "all":
-            raise EngineError(
-                f"{directory} is no evaluation engine: it needs the logits of every token and a "
-                "query window of all heads; let this program build its own"
-            )
-        if capacity > model.max_positions:
-            raise CapacityError(
-                f"{capacity} tokens per sample, and the model has {model.max_positions} positions"
-            )
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int,
+        threads: int | None = None,
+        *,
+        heads: Path | None = None,
+        slots: int = 1,
+    ) -> None:
+        self._even = Stage(directory, capacity, slots, threads)
+        self._uneven = None if heads is None else Stage(heads, capacity, slots, threads)
+        self.manifest = self._even.manifest
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.session = OrtSession(directory, self.manifest, threads)
-        self.scratch = self.session.new_cache(1, capacity)
-        self.cache = self.session.new_cache(1, capacity)
+        self.slots = slots
+        self.scratch = self._even.session.new_cache(1, capacity)
         self._threads = threads
         self._policies: dict[str, ort.InferenceSession] = {}
         self._prompt = 0
+
+    def stage(self, policy: Policy) -> Stage:
+        """Return the engine on which what a policy left is continued."""
+        if policy.shared_lens or not policy.evicts:
+            return self._even
+        if self._uneven is None:
+            raise EngineError(
+                f"policy {policy.name!r} keeps different numbers of tokens per layer or head; "
+                "it needs the evaluation engine for that, which was not given"
+            )
+        return self._uneven
 
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read a prompt into the scratch from its start; return its last token's logits [V]."""
@@ -96,53 +112,43 @@ class Lab:
         chunk = self.manifest.limits.chunk
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            logits = self._run(self.scratch, part, start, start)[-1].copy()
+            logits = self._even.run(self.scratch, [part], [start], [start])[0, -1].copy()
             self._prompt += len(part)
         return logits
 
     def continue_dense(self, tokens: Sequence[int], split: int) -> list[Floats]:
         """Return the logits [S, V] of text that follows the prompt, nothing evicted.
 
-        `split` tokens per step. The scratch's window stays the prompt's, and what is appended
-        after the prompt is never read again.
+        `split` tokens per step. The scratch's window and states stay the prompt's, and what is
+        appended after the prompt is never read again.
         """
-        ring = self.scratch.ring
-        assert ring is not None
-        kept = ring.copy()
+        memory = [a for arrays in self.scratch.states.values() for a in arrays]
+        memory += [] if self.scratch.ring is None else [self.scratch.ring]
+        kept = [array.copy() for array in memory]
         made = []
         for at in range(0, len(tokens), split):
             start = self._prompt + at
-            made.append(self._run(self.scratch, tokens[at : at + split], start, start))
-        ring[:] = kept
+            part = tokens[at : at + split]
+            made.append(self._even.run(self.scratch, [part], [start], [start])[0])
+        for array, saved in zip(memory, kept, strict=True):
+            array[:] = saved
         return made
 
     def budget(self, policy: Policy, density: float) -> int | None:
         """Return the units that a policy keeps of the prompt, see `fair_budget`."""
         return fair_budget(policy, self._prompt, density)
 
-    def evict(self, variant: Variant, budget: int | None, seed: int) -> Slot:
-        """Evict from the prompt as the variant does at its end; what stays is in the cache."""
-        policy, model = variant.policy, self.manifest.model
+    def evict(self, variant: Variant, budget: int | None, seed: int, index: int = 0) -> Slot:
+        """Evict from the prompt as the variant does at its end; what stays is in slot `index`."""
+        policy, model, stage = variant.policy, self.manifest.model, self.stage(variant.policy)
         size = policy.block_size
         total = units_of(self._prompt, size)
-        budgets = (
-            None
-            if budget is None
-            else layer_budgets(
-                policy, budget, total, model.num_layers, policy.sink_units + policy.recent_units
-            )
-        )
-        slot = partial(
-            new_slot,
-            model,
-            policy,
-            0,
-            budgets=budgets,
-            seed=seed,
-            recent=int(policy.recent_fraction * (budget or 0)) * size,
-            layout=self.manifest.policy.layout,
-        )
-        source = slot(total)
+        recent, budgets = int(policy.recent_fraction * (budget or 0)), None
+        if budget is not None:
+            forced = policy.sink_units + policy.recent_units + recent
+            budgets = layer_budgets(policy, budget, total, model.num_layers, forced)
+        slot = partial(new_slot, model, policy, seed=seed, recent=recent * size, budgets=budgets)
+        source = slot(0, total, layout=self.manifest.policy.layout)
         source.append(self._prompt)
         units = every_unit(source)
         if source.is_over():
@@ -150,56 +156,60 @@ class Lab:
             units = kept_units(kept, 0)
             source.steps += 1
             source.coverages.append(float(kept.coverage.mean()))
-        target = slot(self.cache.capacity // size)
-        move_to(self.cache, self.scratch, source, target, units)
+        target = slot(index, stage.cache.capacity // size, layout=stage.manifest.policy.layout)
+        move_to(stage.cache, self.scratch, source, target, units)
         target.coverages = source.coverages
         return target
 
-    def force(self, slot: Slot, tokens: Sequence[int]) -> Floats:
-        """Append known tokens to the evicted cache in one step; return their logits [S, V]."""
-        if slot.length + len(tokens) > self.cache.capacity:
-            raise CapacityError(
-                f"{slot.length + len(tokens)} tokens, the cache holds {self.cache.capacity}"
-            )
-        past, seen = slot.length, slot.seen
-        slot.append(len(tokens))
-        return self._run(self.cache, tokens, past, seen)
+    def force(self, variant: Variant, slot: Slot, tokens: Sequence[int]) -> Floats:
+        """Append known tokens to an evicted cache in one step; return their logits [S, V]."""
+        logits: Floats = self.stage(variant.policy).step([slot], [tokens])[slot.index]
+        return logits
 
     def evict_full(self, variant: Variant, slot: Slot) -> bool:
         """Evict in decode if the row is full, as the variant's engine would; say whether it was."""
         if not variant.policy.in_decode or not slot.is_full():
             return False
-        kept = self._select(variant, self.cache, slot, False)
-        compact(self.cache, slot, kept_units(kept, 0), variant.policy.needs_order)
-        slot.steps += 1
-        slot.coverages.append(float(kept.coverage.mean()))
+        self._evict_again(variant, slot, False)
         return True
 
-    def _run(self, cache: KVCache, tokens: Sequence[int], past: int, position: int) -> Floats:
-        size = len(tokens)
-        step = Step(
-            input_ids=np.array([tokens], np.int64),
-            position_ids=np.arange(position, position + size, dtype=np.int64)[None],
-            n_new=np.array([size], np.int32),
-            past_lens=np.array([[past]], np.int32),
-        )
-        logits: Floats = self.session.run(cache, step).logits[0]
-        return logits
+    def evict_turn(self, variant: Variant, slot: Slot) -> bool:
+        """Evict down to the budget, as at the end of a turn's prompt; say whether it was over."""
+        if not slot.is_over():
+            return False
+        self._evict_again(variant, slot, True)
+        return True
 
-    def _select(self, variant: Variant, cache: KVCache, slot: Slot, prompt_end: bool) -> Kept:
-        """Run the variant's eviction model on slot 0 of a cache."""
-        session = self._policy_session(variant)
+    def _evict_again(self, variant: Variant, slot: Slot, prompt_end: bool) -> None:
+        cache = self.stage(variant.policy).cache
+        kept = self._select(variant, cache, slot, prompt_end)
+        compact(cache, slot, kept_units(kept, 0), variant.policy.needs_order)
+        slot.steps += 1
+        slot.coverages.append(float(kept.coverage.mean()))
+
+    def _select(self, variant: Variant, cache: HostCache, slot: Slot, prompt_end: bool) -> Kept:
+        """Run the variant's eviction model on a slot of a cache, alone."""
+        session, policy = self._policy_session(variant), variant.policy
+        if "query_mean" in policy.states and policy.sink_units != self.manifest.policy.sink_units:
+            raise EngineError(
+                f"variant {variant.name!r} leaves {policy.sink_units} sinks out of its statistics, "
+                f"the evaluation engine {self.manifest.policy.sink_units}; rebuild it"
+            )
+        one = slice(slot.index, slot.index + 1)
         asked = evictions([slot], self.manifest, prompt_end)
         feed: dict[str, NDArray[Any]] = dict(asked.feed())
+        feed[names.EVICT_SLOTS] = np.zeros(1, np.int32)
         for i, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
-            feed[names.past_key(i)], feed[names.past_value(i)] = key, value
-        if variant.policy.window:
-            feed[names.Q_RING_IN] = self._ring(variant.policy, cache, slot.seen)
+            feed[names.past_key(i)], feed[names.past_value(i)] = key[one], value[one]
+            for state in policy.states:
+                feed[names.state_in(state, i)] = cache.states[state][i][one]
+        if policy.window:
+            feed[names.Q_RING_IN] = self._ring(policy, cache, slot)
         wanted = {i.name for i in session.get_inputs()}
         outputs = [names.KEEP, names.KEEP_LEN, names.COVERAGE]
         return Kept(*session.run(outputs, {k: v for k, v in feed.items() if k in wanted}))
 
-    def _ring(self, policy: Policy, cache: KVCache, seen: int) -> Floats:
+    def _ring(self, policy: Policy, cache: HostCache, slot: Slot) -> Floats:
         """Return the query ring [1, W + 1, features] that the policy's own engine would hold."""
         held, size, model = cache.ring, policy.window + 1, self.manifest.model
         assert held is not None
@@ -208,8 +218,8 @@ class Lab:
                 f"policy {policy.name!r} reads {policy.window} queries, the evaluation engine "
                 f"holds {held.shape[1] - 1}; rebuild it"
             )
-        positions = np.arange(seen - policy.window, seen)
-        newest = held[0, positions % held.shape[1]]
+        positions = np.arange(slot.seen - policy.window, slot.seen)
+        newest = held[slot.index, positions % held.shape[1]]
         if policy.window_heads == "mean":
             heads = newest.reshape(-1, model.num_layers, model.num_heads, model.head_dim)
             newest = heads.mean(axis=2, dtype=np.float32).reshape(policy.window, -1)

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.chat import ChatTemplate, encode_chat
+from kvsift.runtime.evaluation import greedy
 from kvsift.runtime.evaluation.fidelity import eviction_seed
-from kvsift.runtime.evaluation.lab import Floats, Lab
+from kvsift.runtime.evaluation.lab import Lab
 from kvsift.runtime.evaluation.texts import PLACES, Sample, place
 from kvsift.runtime.evaluation.variants import Variant
 
@@ -87,23 +88,13 @@ def measure(
             for draw in range(draws):
                 seed = eviction_seed(needle.index, draw)
                 slot = lab.evict(variant, lab.budget(variant.policy, density), seed)
-                kept = slot.length
-                answer = _greedy(lab, variant, slot, first, max_tokens)
+                kept = round(slot.rows_held)
+                begun = greedy.begin(variant, slot, first)
+                answer = greedy.decode(lab, [begun], max_tokens)[0]
                 right = needle.answer.lower() in answer.lower()
                 record = {"variant": variant.name, "density": density, "seed": seed, "kept": kept}
                 records.append(record | {"correct": right, "answer": answer})
     return records
-
-
-def _greedy(lab: Lab, variant: Variant, slot: Any, first: Floats, max_tokens: int) -> str:
-    """Return the greedy answer; its first token follows from the prompt, which nothing left yet."""
-    ends = set(lab.manifest.model.eos_token_ids)
-    tokens = [int(first.argmax())]
-    while len(tokens) < max_tokens and tokens[-1] not in ends:
-        logits = lab.force(slot, tokens[-1:])[-1]
-        lab.evict_full(variant, slot)
-        tokens.append(int(logits.argmax()))
-    return str(lab.tokenizer.decode(tokens))
 
 
 def load_template(directory: Path) -> ChatTemplate:

@@ -70,6 +70,33 @@ def seed_deviation(cell: Mapping[int, Sequence[float]]) -> float:
     return float(np.sqrt(np.mean(variances))) if variances else math.nan
 
 
+def run_means(cell: Mapping[int, Sequence[float]]) -> list[float]:
+    """Return the mean over samples for each draw: what runs with one seed each would report."""
+    draws = min(len(values) for values in cell.values())
+    return [float(np.mean([values[d] for values in cell.values()])) for d in range(draws)]
+
+
+def seed_table(columns: Sequence[Column]) -> str:
+    """Return the Markdown table of spreads over seeds: of a sample, and of the mean of a run."""
+    lines = [
+        "| variant | text | mean | SD over seeds, one sample | SD over seeds, mean of the run "
+        "| lowest to highest run |",
+        "|---|---|---|---|---|---|",
+    ]
+    for column in columns:
+        for name in column.variants():
+            cell = column.cell(name)
+            if cell is None or len(next(iter(cell.values()))) < 2:
+                continue
+            means = run_means(cell)
+            lines.append(
+                f"| `{name}` | {column.label} | {stat(list(per_sample(cell).values()))} | "
+                f"{_number(seed_deviation(cell))} | {np.std(means, ddof=1):.4f} | "
+                f"{min(means):.3f} to {max(means):.3f} |"
+            )
+    return "\n".join(lines)
+
+
 def main_table(found: Cells, kind: str, density: float, reference: str, metric: str) -> str:
     """Return the Markdown table of one kind of text at one density."""
     base = found.get((kind, reference, density))
@@ -101,6 +128,10 @@ class Column:
         """Return the variant's values; what evicts nothing is the same at every density."""
         same = self.found.get((self.kind, variant, 1.0))
         return self.found.get((self.kind, variant, self.density), same)
+
+    def variants(self) -> list[str]:
+        """Return the variants of the column in the order in which they ran."""
+        return _variants(self.found, self.kind)
 
 
 def overview(columns: Sequence[Column]) -> str:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -22,16 +22,40 @@ from rich.progress import (
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.evaluation import report
 from kvsift.runtime.evaluation.store import Record, Store
-from kvsift.runtime.evaluation.texts import Sample
-from kvsift.runtime.evaluation.variants import CONTRASTS
+from kvsift.runtime.evaluation.suites import CONTRASTS
 
-Measure = Callable[[Sample], tuple[list[dict[str, Any]], dict[str, Any]]]
+#: Seconds between two lines of progress where there is no terminal.
+SAY_SECONDS = 30
 
 
-def run(store: Store, samples: Sequence[Sample], measure: Measure) -> None:
+class Named(Protocol):
+    """What every sample says of itself."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of text or task."""
+
+    @property
+    def index(self) -> int:
+        """The number within its kind."""
+
+    @property
+    def source(self) -> str:
+        """Where it comes from."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of its content."""
+
+
+S = TypeVar("S", bound=Named)
+Measured = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+def run(store: Store, samples: Sequence[S], measure: Callable[[S], Measured]) -> None:
     """Measure every sample that `store` lacks; `measure` returns runs and more fields to keep.
 
-    Samples come in the given order; progress goes to stderr when that is a terminal.
+    Samples come in the given order; progress and the time left go to stderr.
     """
     left = [s for s in samples if not store.has(s.kind, s.index)]
     console = Console(stderr=True)
@@ -45,7 +69,17 @@ def run(store: Store, samples: Sequence[Sample], measure: Measure) -> None:
     )
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("samples", total=len(samples), completed=len(samples) - len(left))
-        for sample in left:
+        start = said = time.monotonic()
+        for done, sample in enumerate(left):
+            if not sys.stderr.isatty() and done and time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                rest = (said - start) / done * (len(left) - done)
+                print(
+                    f"{len(samples) - len(left) + done} of {len(samples)} samples, about "
+                    f"{rest / 60:.0f} min left",
+                    file=sys.stderr,
+                    flush=True,
+                )
             begin = time.perf_counter()
             runs, more = measure(sample)
             store.add(
@@ -62,7 +96,7 @@ def run(store: Store, samples: Sequence[Sample], measure: Measure) -> None:
             progress.advance(task)
 
 
-def alternate(*kinds: Sequence[Sample]) -> list[Sample]:
+def alternate(*kinds: Sequence[S]) -> list[S]:
     """Return the samples of all kinds in turn, so that a stopped run has some of each."""
     longest = max(len(kind) for kind in kinds)
     return [kind[i] for i in range(longest) for kind in kinds if i < len(kind)]
@@ -78,12 +112,16 @@ def write_reports(
     reference: str,
 ) -> str:
     """Write `<title>.json` (everything) and `<title>.md` (tables); return the Markdown."""
-    samples = sorted(store.samples, key=lambda s: (s["kind"], s["index"]))
+    samples = store.sorted()
     text = markdown(title, samples, settings, metric, label, reference)
-    content = {"settings": settings, "samples": samples}
+    write(out, title, {"settings": settings, "samples": samples}, text)
+    return text
+
+
+def write(out: Path, title: str, content: Record, text: str) -> None:
+    """Write `<title>.json` and `<title>.md`."""
     (out / f"{title}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (out / f"{title}.md").write_text(text, encoding="utf-8")
-    return text
 
 
 def markdown(
@@ -99,6 +137,9 @@ def markdown(
     kinds = sorted({s["kind"] for s in samples}, reverse=True)
     densities = [float(d) for d in settings["densities"]]
     parts = [f"## {title}\n"]
+    if title == "seeds":
+        columns = [report.Column(f"{k} {d:g}", found, k, d) for d in densities for k in kinds]
+        parts.append(report.seed_table(columns) + "\n")
     for kind in kinds:
         count = sum(s["kind"] == kind for s in samples)
         for density in densities:
@@ -118,7 +159,7 @@ def markdown(
 SUMMARY = (("fidelity", "kl", "KL"), ("needles", "correct", "needles"))
 
 
-def summary(out: Path, reference: str) -> str:
+def summary(out: Path, reference: str | None) -> str:
     """Return the tables over the finished fidelity and needle runs in `out`, side by side.
 
     What prefill_selector changes shows in `stream` only, so its contrasts are left out here.
@@ -136,7 +177,8 @@ def summary(out: Path, reference: str) -> str:
                     columns.append(report.Column(f"{name} {d:g}", found, kind, float(d)))
     if not columns:
         raise UsageError(f"{out} has no finished run; run fidelity or needles with --out first")
-    tables = [report.overview(columns), report.differences(columns, reference)]
+    chosen = reference or columns[0].variants()[0]
+    tables = [report.overview(columns), report.differences(columns, chosen)]
     for question, pairs in CONTRASTS.items():
         if question != "prefill_selector":
             tables.append(report.contrast_table(columns, pairs))

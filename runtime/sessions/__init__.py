@@ -56,12 +56,13 @@ class Step:
 @dataclass
 class Kept:
     """What the selector kept: `keep` int32 [L, E, R, N], `keep_len` int32 and `coverage` float32
-    [L, E, R].
+    [L, E, R]; `scores` float32 [L, E, R, N] of an engine that traces them.
     """
 
     keep: NDArray[np.int32]
     keep_len: NDArray[np.int32]
     coverage: NDArray[np.float32]
+    scores: NDArray[np.float32] | None = None
 
 
 @dataclass
@@ -81,4 +82,8 @@ class Session(Protocol):
 
     def run(self, cache: KVCache, step: Step) -> StepOutput:
         """Run one step: append to the cache, update the windows, evict where asked."""
+        ...
+
+    def release(self) -> None:
+        """Give back the graph and the caches; the session is of no use afterwards."""
         ...

@@ -15,6 +15,8 @@ from kvsift.builder import names
 from kvsift.builder.errors import EngineError
 from kvsift.builder.package import GRAPH, Manifest
 from kvsift.runtime.cache import KVCache
+from kvsift.runtime.host_cache import HostCache
+from kvsift.runtime.hugepages import huge_pages
 from kvsift.runtime.selftest import attention_error
 from kvsift.runtime.sessions import Evictions, Kept, Step, StepOutput
 
@@ -56,9 +58,10 @@ class OrtSession:
         if threads:
             options.intra_op_num_threads = threads
         try:
-            self._session = ort.InferenceSession(
-                str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
-            )
+            with huge_pages():
+                self._session = ort.InferenceSession(
+                    str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
+                )
         except Exception as error:
             raise EngineError(
                 f"ONNX Runtime {ort.__version__} refuses {directory / GRAPH}: "
@@ -72,15 +75,18 @@ class OrtSession:
         self._manifest = manifest
         self._inputs = {spec.name for spec in manifest.inputs}
         self._rows = manifest.model.num_kv_heads if manifest.policy.per_head else 1
-        self._bindings: WeakKeyDictionary[KVCache, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+        self._bindings: WeakKeyDictionary[HostCache, dict[tuple[int, ...], Any]] = (
+            WeakKeyDictionary()
+        )
         self._empty = self._no_evictions()
 
-    def new_cache(self, slots: int, capacity: int) -> KVCache:
+    def new_cache(self, slots: int, capacity: int) -> HostCache:
         """Return an empty host cache."""
-        return KVCache(self._manifest, slots, capacity)
+        return HostCache(self._manifest, slots, capacity)
 
     def run(self, cache: KVCache, step: Step) -> StepOutput:
         """Run one step in place on the first B slots of `cache`."""
+        assert isinstance(cache, HostCache), "a cache of another session"
         batch, size = step.input_ids.shape
         binding = self._binding(cache, batch)
         for name, array in (
@@ -101,7 +107,12 @@ class OrtSession:
             raise EngineError(f"the step failed: {str(error).splitlines()[0]}") from error
         return StepOutput(logits, kept)
 
-    def _binding(self, cache: KVCache, batch: int) -> Any:
+    def release(self) -> None:
+        """Let go of the graph and of the caches' memory."""
+        self._bindings.clear()
+        self._session = None
+
+    def _binding(self, cache: HostCache, batch: int) -> Any:
         """Return the binding of the first `batch` slots, whose cache memory is bound once."""
         known = self._bindings.setdefault(cache, {})
         key = (batch, *cache.capacities)
@@ -142,6 +153,9 @@ class OrtSession:
         binding.bind_ortvalue_output(names.KEEP, _shared(kept.keep))
         binding.bind_ortvalue_output(names.KEEP_LEN, _shared(kept.keep_len))
         binding.bind_ortvalue_output(names.COVERAGE, _shared(kept.coverage))
+        if self._manifest.trace_scores:
+            kept.scores = np.zeros(x.unit_ids.shape, np.float32)
+            binding.bind_ortvalue_output(names.SCORES, _shared(kept.scores))
         return kept if evictions else None
 
     def _no_evictions(self) -> Evictions:

@@ -1,0 +1,65 @@
+"""`kvsift chat`: a session in the terminal, whose cache goes on from turn to turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvsift.builder.errors import KvsiftError
+from kvsift.runtime import console
+from kvsift.runtime.llm import LLM
+from kvsift.runtime.params import EvictionParams, SamplingParams
+
+SESSION = "chat"
+
+
+def converse(
+    llm: LLM,
+    system: str | None,
+    sampling: SamplingParams,
+    evict: EvictionParams,
+    pin_roles: Sequence[str] = (),
+    file: Path | None = None,
+) -> None:
+    """Answer what the user types, line by line; the session is kept in `file`, if one is given.
+
+    A turn that is refused, or stopped before its prompt was read, did not happen. A role is pinned
+    in the turns in which it speaks.
+    """
+    llm.template  # noqa: B018 (without one there is no use in asking for a first message)
+    sessions = llm.engine.conversations
+    if file is not None and file.expanduser().exists():
+        llm.engine.load_session(file, SESSION)
+        print(f"{file}: {len(sessions.get(SESSION).tokens)} tokens so far", file=sys.stderr)
+    for line in console.typed_lines():
+        messages = [{"role": "user", "content": line}]
+        if system is not None and SESSION not in sessions.ids():
+            messages.insert(0, {"role": "system", "content": system})
+        roles = [role for role in pin_roles if role in {m["role"] for m in messages}]
+        try:
+            _answer(llm, messages, sampling, evict, roles)
+        except KvsiftError as error:  # too long, say: the conversation goes on without the turn
+            print(f"error: {error}", file=sys.stderr)
+        print(flush=True)
+    if file is not None and SESSION in sessions.ids():
+        llm.engine.save_session(SESSION, file)
+
+
+def _answer(
+    llm: LLM,
+    messages: list[dict[str, str]],
+    sampling: SamplingParams,
+    evict: EvictionParams,
+    pin_roles: Sequence[str],
+) -> None:
+    """Print an answer as it comes; Ctrl-C ends it, and what has been said stays."""
+    request = llm.chat_request(messages, sampling, evict, pin_roles=pin_roles, session_id=SESSION)
+    ticket = llm.scheduler.submit(request)
+    try:
+        for update in ticket:
+            sys.stdout.write(update.text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        ticket.cancel()
+        ticket.result()  # the session is free when it is there

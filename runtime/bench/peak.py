@@ -1,0 +1,42 @@
+"""The peak memory of one process that loads an engine and answers one request.
+
+`python -m kvsift.runtime.bench.peak ENGINE CONTEXT OUTPUT BATCH DENSITY THREADS` prints bytes.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from kvsift.builder.errors import EngineError
+from kvsift.runtime.bench import text
+from kvsift.runtime.bench.contestants import Ours
+from kvsift.runtime.engine import Engine
+
+
+def peak_bytes(
+    engine: Path, context: int, output: int, batch: int, density: float, threads: int
+) -> int:
+    """Return the largest resident memory of such a process; EngineError if it fails."""
+    values = [engine, context, output, batch, density, threads]
+    command = [sys.executable, "-m", "kvsift.runtime.bench.peak", *map(str, values)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise EngineError(f"the memory run failed: {done.stderr.strip().splitlines()[-1]}")
+    return int(done.stdout.split()[-1])
+
+
+def main() -> None:
+    """Run once and print the peak."""
+    directory, context, output, batch, density, threads = sys.argv[1:]
+    engine = Engine(directory, max_batch=int(batch), threads=int(threads))
+    prompt = text.prompt(engine.tokenizer, int(context))
+    Ours(engine, float(density)).run(prompt, int(output), int(batch))
+    unit = 1 if sys.platform == "darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""A request and its news: what callers hand to an engine, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.results import GenerationResult
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt (text, or token ids) with its parameters.
+
+    With a `session_id` the prompt is what is new: it goes on from what that session has said, and
+    the first request of an id begins it.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    eviction: EvictionParams = field(default_factory=EvictionParams)
+    #: Whether the tokenizer adds its special tokens (False for text from a chat template).
+    add_special_tokens: bool = True
+    session_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of request number `index`: new text, and the result when it has finished.
+
+    `token_ids` are the tokens chosen since the last update, in most cases one.
+    """
+
+    index: int
+    text: str
+    result: GenerationResult | None = None
+    token_ids: tuple[int, ...] = ()
