@@ -19,8 +19,10 @@ TYPES = {"If": "fp32", "I6__half": "fp16", "I13__nv_bfloat16": "bf16"}
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
-#: The source and the kernel in the mangled name of a function in an anonymous namespace.
-NAME = re.compile(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_[0-9a-f]+_\d+E?(\d+)(\w+)")
+#: A mangled name begins with the lengths and names of its namespaces; the last one, which has no
+#: name in the source, is called after the source file.
+NAME = re.compile(r"_ZN6kvsift7kernels(\d+)(_GLOBAL__N__\w+)")
+FILE = re.compile(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+)_cu_[0-9a-f]+(?:_\d+)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -42,11 +44,15 @@ class Usage:
 
 def kernel_of(mangled: str) -> Kernel:
     """Read a mangled name."""
-    found = NAME.search(mangled)
+    found = NAME.match(mangled)
     if not found:
         raise ValueError(f"no kernel of an anonymous namespace: {mangled}")
-    source, length, rest = found[1], int(found[2]), found[3]
-    name, after = rest[:length], rest[length:]
+    space, rest = found[2][: int(found[1])], found[2][int(found[1]) :]
+    file, length = FILE.fullmatch(space), re.match(r"\d+", rest)
+    if not file or not length:
+        raise ValueError(f"no kernel of a source file: {mangled}")
+    source, start = file[1], length.end()
+    name, after = rest[start : start + int(length[0])], rest[start + int(length[0]) :]
     for mark, kind in TYPES.items():
         if after.startswith(mark):
             return Kernel(source, name, kind)
@@ -71,6 +77,8 @@ def parse(log: str) -> dict[tuple[Kernel, str], Usage]:
 
 def cell(usages: list[Usage]) -> str:
     """The registers of each float type once if they agree, and what spills."""
+    if not usages:
+        return "-"
     registers = [str(u.registers) for u in usages]
     text = registers[0] if len(set(registers)) == 1 else "/".join(registers)
     spilled = max(u.spilled for u in usages)

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     RowPart<T> sum, episodic;
     sum.clear();
     int block = -1;
-#pragma unroll
+#pragma unroll 2  // more would spill registers
     for (int i = 0; i < kRun; ++i) {  // every lane of a warp takes every turn
       const int j = first + i;
       const bool exists = j >= oldest && j < end;
