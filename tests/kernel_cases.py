@@ -108,6 +108,8 @@ def small_cases(op: str) -> list[Case]:
 def long_case(op: str) -> Case:
     """The op at 131072 units or tokens."""
     attrs = next(attribute_choices(ops.TABLE[op]))
+    if op == "NestedKVScore":  # tiny memories would be tens of thousands
+        attrs |= {"block_min": 128, "block_max": 256}
     block = int(attrs.get("block_size", 1)) if op == "WindowMass" else 1
     if "block_size" in attrs:
         attrs = attrs | {"block_size": block}

@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     RowPart<T> sum, episodic;
     sum.clear();
     int block = -1;
-#pragma unroll 2  // more would spill registers
-    for (int i = 0; i < kRun; ++i) {  // every lane of a warp takes every turn
+    // Every lane of a warp takes every turn; more of them at once would spill registers.
+#pragma unroll 2
+    for (int i = 0; i < kRun; ++i) {
       const int j = first + i;
       const bool exists = j >= oldest && j < end;
       const T* from = units.rows + std::int64_t{j} * a.D;

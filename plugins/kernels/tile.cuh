@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_slices(const TileShared& s, const TileInput
                                             int first_token, int slice) {
   constexpr int kPieces = kTileSlice / kVector<T>;
   constexpr int kLoads = kTileTokens * kPieces / kTileThreads;
-  [[maybe_unused]] constexpr int kHeads = SLICES > 1 ? 1 : 16 / kLoads;  // at a time
+  [[maybe_unused]] constexpr int kHeads = SLICES > 1 ? 1 : 8 / kLoads;  // at a time
   const int d = threadIdx.x % kPieces * kVector<T>;  // the same for all of a thread's loads
   float sums[SLICES][kLoads][kVector<T>] = {};
   const T* from = in.keys + std::int64_t{first_token} * in.D + slice + d;
