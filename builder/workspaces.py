@@ -8,6 +8,7 @@ ceil(a, b), which is a / b rounded up. No workspace shrinks when a size grows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 #: What a selector needs to choose from a row, by one block or by several.
 _SELECT = """\
@@ -56,7 +57,8 @@ def workspace_bytes(op: str, values: Mapping[str, float], float_bytes: int) -> i
 
     `values` are the sizes behind the symbols of its shapes and its attributes.
     """
-    known = {**values, "T": float_bytes, "min": min, "max": max, "ceil": lambda a, b: -(-a // b)}
+    known: dict[str, Any] = {**values, "T": float_bytes}
+    known |= {"min": min, "max": max, "ceil": lambda a, b: -(-a // b)}
     for line in WORKSPACES[op].splitlines():
         name, expression = line.split(" = ", 1)
         known[name] = eval(expression, {"__builtins__": {}}, known)
