@@ -1,4 +1,4 @@
-"""The `kvsift` command: generate, chat, doctor, trace, bench, eval."""
+"""The `kvsift` command: generate, chat, doctor, trace, bench, eval, triton."""
 
 from __future__ import annotations
 
@@ -253,6 +253,12 @@ def doctor(debug: Debug = False) -> None:
 console.add_group(app, "trace", "kvsift.cli_trace", "Show, draw and compare traces.")
 console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed and memory.")
 console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
+console.add_group(
+    app, "triton", "kvsift.runtime.triton.__main__", "Write a model repository for Triton."
+)
+console.add_group(
+    app, "tritonserver", "kvsift.runtime.triton.run", "Run a model repository on the CPU."
+)
 
 
 def _load(engine: Path, threads: int | None, kv_memory: str | None, verify: bool = False) -> LLM:
