@@ -63,7 +63,10 @@ class KVCache(Protocol):
         ...
 
     def clear_memory(self, slot: int) -> None:
-        """Forget all of an empty slot, so that nothing of an earlier request is read."""
+        """Forget all of an empty slot, so that nothing of an earlier request is read.
+
+        The layers of an only slot may become smaller.
+        """
         ...
 
     def grow(self, layer: int, capacity: int) -> None:

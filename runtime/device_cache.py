@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsift.builder.package import Manifest
 from kvsift.runtime.cache import KEY, VALUE, Array, Ints, KeptUnits, KVCache
-from kvsift.runtime.devices import Device
+from kvsift.runtime.devices import Memory
 from kvsift.runtime.devices.mirror import Mirror
 from kvsift.runtime.devices.tensors import RING, Tensor, Tensors
 from kvsift.runtime.kernels import FillHolesArgs, GatherArgs
@@ -24,7 +24,7 @@ class DeviceCache:
     """
 
     def __init__(
-        self, device: Device, moves: Mirror, manifest: Manifest, slots: int, capacity: int
+        self, device: Memory, moves: Mirror, manifest: Manifest, slots: int, capacity: int
     ) -> None:
         self._device, self._moves = device, moves
         self.tensors = Tensors(device, manifest, slots, capacity)
@@ -52,7 +52,12 @@ class DeviceCache:
         return held.slots * sum(each)
 
     def clear_memory(self, slot: int) -> None:
-        """Forget all of an empty slot, so that nothing of an earlier request is read."""
+        """Forget all of an empty slot, so that nothing of an earlier request is read.
+
+        An only slot's layers return to the capacity that they had at first: attention pays for it.
+        """
+        if self.slots == 1:
+            self.tensors.shrink()
         self.tensors.clear(slot, list(self.tensors.by_name.values()))
 
     def grow(self, layer: int, capacity: int) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kernel_builds
@@ -10,10 +15,13 @@ import pytest
 from cpu_device import CpuDevice
 from engines import Engines
 from numpy.typing import NDArray
+from nvcc import nvcc
 
+from kvsift.builder.gpu import gpu_name
 from kvsift.builder.package import Manifest, load_manifest
 from kvsift.runtime.cache import KeptUnits
 from kvsift.runtime.device_cache import DeviceCache
+from kvsift.runtime.devices.cuda import CudaDevice
 from kvsift.runtime.devices.mirror import Mirror
 from kvsift.runtime.host_cache import HostCache
 
@@ -28,15 +36,39 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return kernel_builds.library("plain")
+GPU = pytest.param("gpu", marks=pytest.mark.skipif(gpu_name() is None, reason="needs a GPU"))
+
+
+@pytest.fixture(params=["host", GPU])
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The host with kernels for the CPU and, where there is one, the machine's GPU."""
+    if request.param == "gpu":
+        made: Any = CudaDevice(gpu_kernels())
+    else:
+        made = CpuDevice(kernel_builds.library("plain"), lambda path: None)
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def host() -> CpuDevice:
+    return CpuDevice(kernel_builds.library("plain"), lambda path: None)
+
+
+@functools.cache
+def gpu_kernels() -> Path:
+    """The kernels, compiled by nvcc for the GPU of this machine."""
+    sys.path.append(str(kernel_builds.ROOT / "scripts"))
+    import gpu_check
+
+    capability = re.findall(r"\d+", str(gpu_name()))[-2:]  # "NVIDIA H200 (9.0)"
+    return Path(gpu_check.build(str(nvcc()), "".join(capability)))
 
 
 class Pair:
     """A cache of either kind, of which every call goes to both."""
 
-    def __init__(self, device: CpuDevice, manifest: Manifest, slots: int, capacity: int) -> None:
+    def __init__(self, device: Any, manifest: Manifest, slots: int, capacity: int) -> None:
         self.moves = Mirror(device)
         self.host = HostCache(manifest, slots, capacity)
         self.device = DeviceCache(device, self.moves, manifest, slots, capacity)
@@ -95,9 +127,9 @@ def random_kept(rng: np.random.Generator, lens: Ints, rows: int) -> tuple[KeptUn
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_moves_equal_the_host(engines: Engines, library: Any, name: str, rows: int) -> None:
+def test_moves_equal_the_host(engines: Engines, device: Any, name: str, rows: int) -> None:
     manifest = load_manifest(engines.package(name, **POLICIES[name]))
-    device, rng = CpuDevice(library, lambda path: None), np.random.default_rng(rows)
+    rng = np.random.default_rng(rows)
     slots, scratch = Pair(device, manifest, 3, 24), Pair(device, manifest, 1, 16)
     for layer in range(2):
         for cache in (scratch.host, scratch.device):
@@ -144,33 +176,75 @@ def test_moves_equal_the_host(engines: Engines, library: Any, name: str, rows: i
     for cache in (scratch, slots):
         cache.device.release()
         cache.moves.release()
-    device.release()
 
 
-def test_one_kernel_moves_all_layers(engines: Engines, library: Any) -> None:
-    manifest = load_manifest(engines.package("h2o"))
-    device = CpuDevice(library, lambda path: None)
-    pair = Pair(device, manifest, 3, 24)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_rows_move_whole(engines: Engines, device: Any, dtype: str) -> None:
+    manifest = load_manifest(engines.package("nexus", **POLICIES["nexus"]))
+    manifest = manifest.model_copy(update={"dtype": dtype})
+    moves = Mirror(device)
+    cache = DeviceCache(device, moves, manifest, 2, 16)
+    shape = cache.read(0, 0)["key"].shape
+    rows = np.arange(np.prod(shape)).reshape(shape) % 251  # whole numbers that both types hold
+    for layer in range(2):
+        cache.write(1, layer, {"key": rows, "value": rows + 1})
+    kept = KeptUnits(np.full((2, 1, 1), 2, np.int32), np.ones((2, 1), np.int32))
+    cache.gather(cache, 1, 1, kept, np.full((2, 1), 11, np.int32), BLOCK)
+    for layer in range(2):
+        got = cache.read(1, layer)
+        assert got["key"].dtype.name == dtype
+        assert np.array_equal(got["key"][:, :3], rows[:, 8:11].astype(got["key"].dtype))
+        assert np.array_equal(got["value"][:, :3], (rows + 1)[:, 8:11].astype(got["key"].dtype))
+        assert not cache.read(0, layer)["key"].any()
+    cache.release()
+    moves.release()
+
+
+def test_a_recorded_step_reads_what_is_there_when_it_runs(device: Any) -> None:
+    """Upload, a copy on the device, download: recorded once, replayed with other numbers."""
+    sent, received = Mirror(device), Mirror(device)
+    (a, size), (b, _) = (m.lay_out({"x": ((8,), np.int32)}) for m in (sent, received))
+
+    def work() -> None:
+        sent.upload(size)
+        device.copy(b["x"].address, a["x"].address, 32)
+        received.download(size)
+
+    b["x"].array.fill(-1)
+    graph = device.record(work)
+    device.synchronize()
+    assert (b["x"].array == -1).all()  # recorded, not run
+    for start in (0, 100):
+        a["x"].array[:] = np.arange(start, start + 8)
+        device.replay(graph)
+        device.synchronize()
+        assert b["x"].array.tolist() == list(range(start, start + 8))
+    device.drop(graph)
+    sent.release()
+    received.release()
+
+
+def test_one_kernel_moves_all_layers(engines: Engines, host: CpuDevice) -> None:
+    pair = Pair(host, load_manifest(engines.package("h2o")), 3, 24)
     kept = KeptUnits(np.zeros((2, 1, 1), np.int32), np.ones((2, 1), np.int32))
     lens = np.full((2, 1), 9, np.int32)
     cache = pair.device
     cache.gather(cache, 1, 1, kept, lens, BLOCK)
     cache.move_block(1, 2, kept.keep[..., 0], BLOCK)
     # Keys with values, and the sums of each row.
-    assert device.launches == ["kv_gather"] * 2 + ["kv_fill_holes"] * 2
+    assert host.launches == ["kv_gather"] * 2 + ["kv_fill_holes"] * 2
     cache.grow(1, 28)  # the layers now lie apart
     cache.gather(cache, 1, 1, kept, lens, BLOCK)
-    assert device.launches.count("kv_gather") == 2 + 2 * 2
+    assert host.launches.count("kv_gather") == 2 + 2 * 2
 
 
-def test_growth_keeps_no_old_memory(engines: Engines, library: Any) -> None:
+def test_growth_keeps_no_old_memory(engines: Engines, host: CpuDevice) -> None:
     manifest = load_manifest(engines.package("nexus", **POLICIES["nexus"]))
-    device = CpuDevice(library, lambda path: None)
-    pair = Pair(device, manifest, 1, 16)
-    before = device.bytes_now - pair.device.nbytes
+    pair = Pair(host, manifest, 1, 16)
+    before = host.bytes_now - pair.device.nbytes
     for capacity in (32, 64, 96):
         for layer in range(2):
             pair.device.grow(layer, capacity)
-        device.synchronize()
-        assert device.bytes_now == before + pair.device.nbytes
-    assert device.bytes_most < before + 2 * pair.device.nbytes
+        host.synchronize()
+        assert host.bytes_now == before + pair.device.nbytes
+    assert host.bytes_most < before + 2 * pair.device.nbytes

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plugin_host import ROOT, tensorrt
 
-ADAPTER = ROOT / "runtime/devices/tensorrt.py"
+ADAPTERS = [ROOT / "runtime/devices" / name for name in ("cuda.py", "tensorrt.py")]
 #: Runs every method that begins with a call of CUDA; the lean runtime stands for TensorRT.
 PROGRAM = """
 import sys
@@ -22,20 +22,20 @@ sys.path[:0] = PLACES
 import tensorrt_lean_bindings
 sys.modules["tensorrt"] = tensorrt_lean_bindings
 from kvsift.builder.errors import EngineError
-from kvsift.runtime.devices.tensorrt import GpuDevice, cuda, driver
-device = GpuDevice.__new__(GpuDevice)
-device._stream, device._activations = 0, 256
+from kvsift.runtime.devices.cuda import CudaDevice, cuda, driver
+device = CudaDevice.__new__(CudaDevice)
+device._stream = 0
 device._pool = cuda.cudaMemPool_t(0)
 driver.cuuint64_t(2**64 - 1)
 calls = {
-    "__init__": (), "allocate": (64,), "free": (256,), "host_block": (64,),
+    "__init__": ("library",), "allocate": (64,), "free": (256,), "host_block": (64,),
     "free_host": (np.zeros(4, np.uint8),), "copy": (256, 512, 4), "zero": (256, 4),
     "copy_rows": (256, 8, 512, 8, 4, 1), "record": (lambda: None,), "synchronize": (),
     "replay": (cuda.cudaGraphExec_t(0),), "drop": (cuda.cudaGraphExec_t(0),), "release": (),
 }
 for name, arguments in calls.items():
     try:
-        getattr(device, name)(*arguments)
+        getattr(CudaDevice, name)(device, *arguments)
     except EngineError as error:
         print(name, error)
 """
@@ -61,11 +61,16 @@ def test_every_cuda_call_is_taken_and_answered(tmp_path: Path) -> None:
 
 
 def test_the_docs_name_what_was_never_executed() -> None:
-    classes = [n for n in ast.parse(ADAPTER.read_text()).body if isinstance(n, ast.ClassDef)]
+    classes = [
+        node
+        for path in ADAPTERS
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
     methods = {
         f"{c.name}.{m.name}" for c in classes for m in c.body if isinstance(m, ast.FunctionDef)
     }
-    never = methods - {f"GpuDevice.{name}" for name in CALLED}
+    never = methods - {f"CudaDevice.{name}" for name in CALLED}
     page = (ROOT / "docs/tensorrt.md").read_text()
     (told,) = re.findall(r"Never executed: (.*?)\.\n", page, re.DOTALL)
-    assert set(re.findall(r"`(Gpu[\w.]+)`", told)) == never
+    assert set(re.findall(r"`((?:Cuda|TensorRT)\w+\.\w+)`", told)) == never

@@ -112,6 +112,19 @@ def test_chunks_of_prompts_between_decode_steps(
         assert device.replays
 
 
+def test_a_long_prompt_leaves_no_long_scratch(nexus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention pays for the capacity, so a short prompt must not get that of the one before."""
+    with on_cpu(nexus, monkeypatch) as (engine, device):
+        engine.generate([request(40, 1)])
+        before = device.bytes_now
+        engine.generate([request(600, 1)])
+        assert engine.scratch.capacity == 640
+        engine.generate([request(40, 1)])
+        assert engine.scratch.capacity == 128
+        device.synchronize()
+        assert device.bytes_now - before < engine.scratch.nbytes  # a larger block for unit ids
+
+
 def test_nothing_of_an_earlier_request_reaches_a_later_one(
     nexus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """What a session asks of an accelerator: memory, copies, kernels, engines and recorded steps.
 
-`tensorrt.py` is the one for NVIDIA GPUs. All work is enqueued on one stream, in order; only
-`synchronize` waits. Memory is told by address, sizes are bytes.
+`cuda.py` and `tensorrt.py` are those of NVIDIA GPUs. All work is enqueued on one stream, in order;
+only `synchronize` waits. Memory is told by address, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,8 @@ class Context(Protocol):
         ...
 
 
-class Device(Protocol):
-    """One accelerator and its stream. Every method may raise EngineError with its reason."""
-
-    #: Name of the accelerator, as an engine records it.
-    name: str
-    #: Version of the library that runs engines.
-    version: str
+class Memory(Protocol):
+    """Memory of one accelerator, and what moves it. Any method may raise EngineError."""
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of new memory of the arena, aligned to ALIGNMENT."""
@@ -80,6 +75,19 @@ class Device(Protocol):
         """Enqueue the kernel `kv_fill_holes`."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued is done."""
+        ...
+
+
+class Device(Memory, Protocol):
+    """One accelerator with the engine that runs on it. Any method may raise EngineError."""
+
+    #: Name of the accelerator, as an engine records it.
+    name: str
+    #: Version of the library that runs engines.
+    version: str
+
     def load(self, directory: Path) -> None:
         """Load the engine of a package."""
         ...
@@ -102,10 +110,6 @@ class Device(Protocol):
 
     def drop(self, graph: Graph) -> None:
         """Release a recorded step that no longer runs."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all that was enqueued is done."""
         ...
 
     def release(self) -> None:

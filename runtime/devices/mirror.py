@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvsift.runtime.devices import ALIGNMENT, Device
+from kvsift.runtime.devices import ALIGNMENT, Memory
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Mirror:
     `stamp` changes whenever the blocks move; every pair made before is void then.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Memory) -> None:
         self._device = device
         self._host = device.host_block(ALIGNMENT)
         self._address = device.allocate(ALIGNMENT)

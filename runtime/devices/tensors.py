@@ -12,7 +12,7 @@ import numpy as np
 from kvsift.builder.package import Manifest, window_features
 from kvsift.builder.states import STATES
 from kvsift.runtime.cache import KEY, VALUE
-from kvsift.runtime.devices import ALIGNMENT, Device
+from kvsift.runtime.devices import ALIGNMENT, Memory
 
 RING = "q_ring"
 
@@ -59,11 +59,11 @@ class Tensor:
 class Tensors:
     """The tensors of a cache of `slots` sequences, all zero at first.
 
-    `capacities`: tokens of each layer. The layers of a tensor lie one behind the other until they
-    grow. `stamp` changes when one of them moves.
+    `capacities`: tokens of each layer, `capacity` at first. The layers of a tensor lie one behind
+    the other until they grow. `stamp` changes when one of them moves.
     """
 
-    def __init__(self, device: Device, manifest: Manifest, slots: int, capacity: int) -> None:
+    def __init__(self, device: Memory, manifest: Manifest, slots: int, capacity: int) -> None:
         model, policy = manifest.model, manifest.policy
         self.device = device
         self.slots = slots
@@ -84,16 +84,11 @@ class Tensors:
         if policy.window:
             features = model.num_layers * window_features(model, policy)
             self.by_name[RING] = Tensor(floats, None, (policy.window + 1, features))
+        self._first = capacity
         #: The layers that lie in each allocation.
         self._blocks: dict[int, set[tuple[str, int]]] = {}
-        for name, tensor in self.by_name.items():
-            count = 1 if name == RING else model.num_layers
-            each = tensor.slot_bytes(capacity)
-            step = ALIGNMENT // gcd(ALIGNMENT, each)
-            tensor.spacing = -(-slots // step) * step
-            size = tensor.spacing * each
-            base = self._new_block([(name, i) for i in range(count)], count * size)
-            tensor.bases = [base + i * size for i in range(count)]
+        for name in self.by_name:
+            self._place(name)
 
     def by_row(self) -> dict[str, Tensor]:
         """Return the tensors that move with the rows of the cache."""
@@ -128,6 +123,17 @@ class Tensors:
         self.capacities[layer] = capacity
         self.stamp += 1
 
+    def shrink(self) -> None:
+        """Lay empty layers out as they were at first: rows of no use cost a step time."""
+        if all(capacity == self._first for capacity in self.capacities):
+            return
+        self.capacities = [self._first] * len(self.capacities)
+        for name, tensor in self.by_row().items():
+            for layer in range(len(tensor.bases)):
+                self._leave((name, layer), -1)
+            self._place(name)
+        self.stamp += 1
+
     def runs(self, other: Tensors) -> Iterator[range]:
         """Yield the layers in groups that lie evenly spaced in both, of equal capacity in each.
 
@@ -153,6 +159,17 @@ class Tensors:
         for block in self._blocks:
             self.device.free(block)
         self._blocks.clear()
+
+    def _place(self, name: str) -> None:
+        """Give a tensor one piece of memory for all its layers, which have equal capacities."""
+        tensor = self.by_name[name]
+        count = 1 if name == RING else len(self.capacities)
+        each = tensor.slot_bytes(self._first)
+        step = ALIGNMENT // gcd(ALIGNMENT, each)
+        tensor.spacing = -(-self.slots // step) * step
+        size = tensor.spacing * each
+        base = self._new_block([(name, i) for i in range(count)], count * size)
+        tensor.bases = [base + i * size for i in range(count)]
 
     def _new_block(self, layers: list[tuple[str, int]], nbytes: int) -> int:
         block = self.device.allocate(nbytes)

@@ -208,9 +208,9 @@ def open_device(directory: Path) -> Device:
             f"{directory} has no {PLAN} (it was built with --onnx-only); make it with "
             f"sh trtexec.sh in that directory, or rebuild with build_engine --target tensorrt"
         )
-    from kvsift.runtime.devices.tensorrt import GpuDevice
+    from kvsift.runtime.devices.tensorrt import TensorRTDevice
 
-    return GpuDevice()
+    return TensorRTDevice()
 
 
 def check_build(directory: Path, manifest: Manifest, device: Device) -> None:
