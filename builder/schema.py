@@ -69,8 +69,11 @@ def attribute(attr: ops.Attr) -> OpSchema.Attribute:
 def infer(op: ops.Op, context: InferenceContext) -> None:
     """Set the output types; a symbol takes its size from the first input that has it."""
     sizes: dict[str, int | str] = {}
+    elements = dict(ELEMENTS)
     for index, spec in enumerate(op.inputs):
-        shape = context.get_input_type(index).tensor_type.shape.dim
+        given = context.get_input_type(index).tensor_type
+        elements[spec.dtype] = given.elem_type
+        shape = given.shape.dim
         for symbol, dim in zip(spec.shape, shape, strict=False):
             if dim.WhichOneof("value") and symbol not in sizes:
                 sizes[symbol] = dim.dim_value if dim.HasField("dim_value") else dim.dim_param
@@ -79,7 +82,7 @@ def infer(op: ops.Op, context: InferenceContext) -> None:
             sizes[attr.symbol] = context.get_attribute(attr.name).i
     for index, spec in enumerate(op.outputs):
         kind = TypeProto()
-        kind.tensor_type.elem_type = ELEMENTS[spec.dtype]
+        kind.tensor_type.elem_type = elements[spec.dtype]
         for symbol in spec.shape:
             dim = kind.tensor_type.shape.dim.add()
             size = sizes.get(symbol)

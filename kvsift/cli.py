@@ -1,4 +1,4 @@
-"""The `kvsift` command: generate, chat, doctor, trace, bench, eval."""
+"""The `kvsift` command: generate, chat, doctor, trace, bench, eval, serve, triton."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ PinRole = Annotated[
 MinCoverage = Annotated[
     float | None,
     typer.Option(help="Raise the budget until evictions keep this share of the attention mass."),
+]
+Shares = Annotated[
+    str | None,
+    typer.Option(metavar="WEIGHTS", help="Shares of the layers, such as 3,2,1, or pyramid."),
+]
+HeadShares = Annotated[
+    str | None, typer.Option(metavar="WEIGHTS", help="Shares of a layer's KV heads, such as 2,1.")
 ]
 KvMemory = Annotated[
     str | None,
@@ -101,6 +108,8 @@ def generate(
     ] = None,
     pin_role: PinRole = None,
     min_coverage: MinCoverage = None,
+    layer_budgets: Shares = None,
+    head_budgets: HeadShares = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write what evictions keep to a file; see kvsift trace.")
     ] = None,
@@ -156,6 +165,8 @@ def generate(
         eviction_seed=eviction_seed,
         pin=[console.parse_span(text) for text in pin or ()],
         min_coverage=min_coverage,
+        layer_budgets=console.parse_weights("--layer-budgets", layer_budgets),
+        head_budgets=console.parse_weights("--head-budgets", head_budgets),
     )
     text = console.read_prompt(prompt, prompt_file)
     llm = _load(engine, threads, kv_memory, verify)
@@ -242,6 +253,13 @@ def doctor(debug: Debug = False) -> None:
 console.add_group(app, "trace", "kvsift.cli_trace", "Show, draw and compare traces.")
 console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed and memory.")
 console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
+console.add_group(app, "serve", "kvsift.runtime.serve.__main__", "Answer OpenAI clients over HTTP.")
+console.add_group(
+    app, "triton", "kvsift.runtime.triton.__main__", "Write a model repository for Triton."
+)
+console.add_group(
+    app, "tritonserver", "kvsift.runtime.triton.run", "Run a model repository on the CPU."
+)
 
 
 def _load(engine: Path, threads: int | None, kv_memory: str | None, verify: bool = False) -> LLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvsift.builder.errors import KvsiftError
@@ -25,25 +26,29 @@ def converse(
     """Answer what the user types, line by line; the session is kept in `file`, if one is given.
 
     A turn that is refused, or stopped before its prompt was read, did not happen. A role is pinned
-    in the turns in which it speaks.
+    in the turns in which it speaks. Seeds are the session's: they count in its first turn.
     """
     llm.template  # noqa: B018 (without one there is no use in asking for a first message)
     sessions = llm.engine.conversations
     if file is not None and file.expanduser().exists():
         llm.engine.load_session(file, SESSION)
         print(f"{file}: {len(sessions.get(SESSION).tokens)} tokens so far", file=sys.stderr)
-    for line in console.typed_lines():
-        messages = [{"role": "user", "content": line}]
-        if system is not None and SESSION not in sessions.ids():
-            messages.insert(0, {"role": "system", "content": system})
-        roles = [role for role in pin_roles if role in {m["role"] for m in messages}]
-        try:
-            _answer(llm, messages, sampling, evict, roles)
-        except KvsiftError as error:  # too long, say: the conversation goes on without the turn
-            print(f"error: {error}", file=sys.stderr)
-        print(flush=True)
-    if file is not None and SESSION in sessions.ids():
-        llm.engine.save_session(SESSION, file)
+    try:
+        for line in console.typed_lines():
+            messages = [{"role": "user", "content": line}]
+            if SESSION in sessions.ids():
+                sampling, evict = replace(sampling, seed=None), replace(evict, eviction_seed=None)
+            elif system is not None:
+                messages.insert(0, {"role": "system", "content": system})
+            roles = [role for role in pin_roles if role in {m["role"] for m in messages}]
+            try:
+                _answer(llm, messages, sampling, evict, roles)
+            except KvsiftError as error:  # too long, say: it goes on without the turn
+                print(f"error: {error}", file=sys.stderr)
+            print(flush=True)
+    finally:
+        if file is not None and SESSION in sessions.ids():
+            llm.engine.save_session(SESSION, file)
 
 
 def _answer(

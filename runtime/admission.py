@@ -44,7 +44,6 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
             f"{limits.max_output}; lower it or rebuild"
         )
     budget = engine.budgets.units(len(ids), eviction, new_tokens, next_turn=talk is not None)
-    check_scratch(engine.manifest, len(ids), budget, talk.rows if talk else None)
     made = Sequence(
         index=index,
         prompt=ids,
@@ -58,9 +57,22 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
         session_id=name,
         conversation=talk,
     )
+    guarded = made.guardrail is not None
+    rows = len(ids) - (talk.rows.seen - talk.rows.longest if talk else 0)
+    check_scratch(
+        engine.manifest,
+        engine.new_slot(made, 0, 0),
+        rows,
+        turn=talk is not None,
+        guarded=guarded,
+        bounded=engine.bounded,
+    )
     if engine.row_limits is not None:
         reach = min(model.max_positions, len(ids) + new_tokens)
+        if guarded and eviction.layer_budgets is not None:  # as far as the budget may rise
+            made.budget = engine.budgets.ceiling(len(ids), new_tokens)
         check_rows(engine.new_slot(made, 0, 0), engine.row_limits, reach)
+        made.budget = budget
     if name is not None:
         engine.conversations.claim(name, talk)
         made.holds_session = True

@@ -204,6 +204,16 @@ def parse_span(text: str) -> tuple[int, int]:
     return start, end
 
 
+def parse_weights(option: str, text: str | None) -> Any:
+    """Return the weights of a text such as 3,2,1, or one of the rules that have a name."""
+    if text is None or text in ("uniform", "pyramid"):
+        return text
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option} takes weights such as 3,2,1, got {text!r}") from None
+
+
 def typed_lines() -> Iterator[str]:
     """Yield what the user types until /exit or the end of input."""
     with contextlib.suppress(ImportError):

@@ -68,10 +68,12 @@ class Engine:
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
         self.max_batch = limits.max_batch if max_batch is None else max_batch
         check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        #: Whether memory is bounded: no cache may grow beyond what was planned.
+        self.bounded = kv_memory is not None
         #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
         self.row_limits: list[int] | None = None
         if kv_memory is not None:
-            check_integer("kv_memory", kv_memory, 1, "it is bytes for all KV caches, the scratch's")
+            check_integer("kv_memory", kv_memory, 1, "it is the bytes of slots and scratch")
             fixed = self.manifest.tensorrt is not None or max_batch is not None
             most = self.max_batch if fixed else MAX_SLOTS
             self.max_batch = slots_in(self.manifest, kv_memory, most)

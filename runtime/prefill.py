@@ -21,7 +21,7 @@ from kvsift.runtime.slots import (
     move_to,
     past_lens,
 )
-from kvsift.runtime.streaming import most_streamed
+from kvsift.runtime.streaming import most_streamed, scratch_room
 
 if TYPE_CHECKING:  # the engine makes these
     from kvsift.runtime.engine import Engine
@@ -99,7 +99,8 @@ class Prefill:
         if not source.is_over():
             return False
         coming = self._end(source.seen) - source.seen if self.unread else 0
-        room = scratch_tokens(self._engine.manifest) - source.length
+        guarded = self.sequence.guardrail is not None
+        room = scratch_room(self._engine.manifest, guarded) - source.length
         return not coming or coming > room
 
     def _settle(self, kept: Kept) -> Kept:
@@ -109,9 +110,10 @@ class Prefill:
             assert sequence.budget is not None
             new_tokens = sequence.sampling.max_tokens
             ceiling = engine.budgets.ceiling(len(sequence.prompt), new_tokens)
-            ceiling = min(ceiling, int(source.units.max()))
+            if engine.manifest.policy.shared_lens:  # else a short row may need a larger mean
+                ceiling = min(ceiling, int(source.units.max()))
             if self.unread:  # the next chunk needs its room
-                ceiling = min(ceiling, most_streamed(engine.manifest) // source.block_size)
+                ceiling = min(ceiling, most_streamed(engine.manifest, True) // source.block_size)
             kept, sequence.budget = sequence.guardrail.search(
                 kept, sequence.budget, ceiling, self._select
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -53,7 +54,9 @@ class SchedulerStats:
     `evicted_tokens` what they dropped (mean over layers and heads). `kv_bytes_used` is what running
     requests hold of `kv_bytes_capacity`, the slots' keys and values; the scratch's `scratch_bytes`
     are beside it. `prefill_s` and `decode_s` are seconds spent in `prefill_chunks` and
-    `decode_steps`, sampling left out. `ttft` has one observation per first token, from its
+    `decode_steps`, sampling left out. `coverage` is the sum over the `covered` evictions of ended
+    requests whose coverage is defined; `raised` of these requests got a larger budget from their
+    guardrail. `ttft` has one observation per first token, from its
     submission on, `itl` one per further token.
     """
 
@@ -78,6 +81,9 @@ class SchedulerStats:
     decode_steps: int = 0
     decode_s: float = 0.0
     engine_failures: int = 0
+    covered: int = 0
+    coverage: float = 0.0
+    raised: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)
 
@@ -99,3 +105,7 @@ class SchedulerStats:
             self.cancelled += 1
         else:
             self.finished += 1
+        finite = [share for share in result.coverages if math.isfinite(share)]
+        self.covered += len(finite)
+        self.coverage += sum(finite)
+        self.raised += result.budget_raised_tokens > 0

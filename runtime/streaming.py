@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvsift.builder.errors import CapacityError, UsageError
 from kvsift.builder.package import Limits, Manifest, Policy
 from kvsift.runtime.budgets import forced_units, units_for
-from kvsift.runtime.held import HeldRows
 from kvsift.runtime.sizes import scratch_tokens
+from kvsift.runtime.slots import Slot
 
 
 def with_scratch(limits: Limits, policy: Policy, max_scratch: int | None) -> Limits:
@@ -44,26 +44,47 @@ def with_scratch(limits: Limits, policy: Policy, max_scratch: int | None) -> Lim
     return limits.model_copy(update={"max_scratch": scratch})
 
 
-def most_streamed(manifest: Manifest) -> int:
+def scratch_room(manifest: Manifest, guarded: bool) -> int:
+    """Return the rows of the scratch that prompts may fill.
+
+    A guardrail (`guarded`) tries budgets with a padding token, which a fixed scratch must hold.
+    """
+    spare = guarded and manifest.limits.max_scratch is not None
+    return scratch_tokens(manifest) - int(spare)
+
+
+def most_streamed(manifest: Manifest, guarded: bool) -> int:
     """Return the most tokens that a prompt longer than the scratch may keep: a chunk less."""
-    return scratch_tokens(manifest) - manifest.limits.chunk
+    return scratch_room(manifest, guarded) - manifest.limits.chunk
 
 
 def check_scratch(
-    manifest: Manifest, prompt_tokens: int, budget: int | None, held: HeldRows | None
+    manifest: Manifest, slot: Slot, rows: int, *, turn: bool, guarded: bool, bounded: bool
 ) -> None:
-    """Raise CapacityError if a prompt fits the scratch neither whole nor in a stream.
+    """Raise CapacityError if `rows` of a prompt fit the scratch neither whole nor in a stream.
 
-    `budget` in units; `held` is what an earlier turn has left of the prompt.
+    `slot` has the request's budgets; `turn`: it goes on from an earlier one; `bounded`: the scratch
+    may not grow beyond its size, else it may where a prompt stays whole or rows differ in length.
     """
-    policy, whole = manifest.policy, scratch_tokens(manifest)
-    rows = prompt_tokens - (held.seen - held.longest if held else 0)
-    if rows <= whole or not policy.evicts or (held is None and not policy.in_prefill):
+    policy, whole = manifest.policy, scratch_room(manifest, guarded)
+    if rows <= whole:
         return
-    tokens = rows if budget is None else budget * policy.block_size
-    if tokens > most_streamed(manifest):
+    streams = slot.budgets is not None and (policy.in_prefill or turn)
+    most, kept, longest = most_streamed(manifest, guarded), rows, rows
+    if streams and slot.budgets is not None:
+        kept = round(float(slot.budgets.mean()) * slot.block_size)
+        # A head can win all that its layer keeps.
+        longest = slot.lens.shape[1] * int(slot.budgets.max()) * slot.block_size
+    if policy.in_prefill and kept > most:
         raise CapacityError(
             f"the prompt needs {rows} rows and streams through a scratch of {whole}, so it may "
-            f"keep at most {most_streamed(manifest)} tokens, and its budget is {tokens}; lower "
-            "density or budget_tokens, or rebuild with a larger --max-scratch"
+            f"keep at most {most} tokens, and its budget is {kept}; lower density or "
+            "budget_tokens, or rebuild with a larger --max-scratch"
+        )
+    if bounded and longest > most:
+        needed = longest + manifest.limits.chunk
+        raise CapacityError(
+            f"reading this prompt may take a scratch of {needed} rows, and "
+            f"kv_memory was divided for one of {whole}; shorten it, begin a new session, or load "
+            "the engine with max_batch instead of kv_memory"
         )

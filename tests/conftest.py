@@ -22,12 +22,20 @@ settings.register_profile("kvsift", deadline=None, max_examples=50, derandomize=
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("kvsift")
 
+#: Tests that have an environment of their own: file names, mark, and what they import.
+_ELSEWHERE = (
+    ("test_parity", "parity", "torch"),
+    ("test_tritonserver", "triton", "tritonclient"),
+)
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out test_parity*.py, which import torch, only where parity was deselected."""
-    deselected = "not parity" in config.getoption("markexpr")
-    if deselected and collection_path.name.startswith("test_parity"):
-        return importlib.util.find_spec("torch") is None or None
+    """Leave out files whose mark was deselected, only where what they import is absent."""
+    chosen = config.getoption("markexpr")
+    for prefix, mark, needs in _ELSEWHERE:
+        other = chosen in {m for _, m, _ in _ELSEWHERE} - {mark}
+        if (other or f"not {mark}" in chosen) and collection_path.name.startswith(prefix):
+            return importlib.util.find_spec(needs) is None or None
     return None
 
 

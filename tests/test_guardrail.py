@@ -10,6 +10,7 @@ from engines import Engines, request, run_and_inspect
 from kept import POLICIES, engine_of
 
 from kvsift.builder.errors import UsageError
+from kvsift.runtime.scheduler import Scheduler
 
 MASSES = ["nexus", "nexus-per_head", "nexus-layers", "snapkv-both", "tova", "h2o", "morphkv"]
 
@@ -35,6 +36,21 @@ def test_every_eviction_keeps_what_is_asked_for(engines: Engines, name: str) -> 
         (short,) = run_and_inspect(engine, [request(300, 1, seed=2, budget_tokens=less)])
         assert short.result is not None
         assert short.result.coverages[0] < least
+
+
+@pytest.mark.parametrize("name", ["nexus", "h2o", "adakv-both", "nexus-layers"])
+def test_decode_raises_a_budget_too(engines: Engines, name: str) -> None:
+    """The prompt fits its budget, so that only the answer's evictions lose anything."""
+    engine = engine_of(engines, name)
+    ask = {"seed": 2, "budget_tokens": 64}
+    (plain,) = run_and_inspect(engine, [request(50, 160, **ask)])
+    assert plain.result is not None
+    least = (min(plain.result.coverages) + 1) / 2
+    (guarded,) = run_and_inspect(engine, [request(50, 160, **ask, min_coverage=least)])
+    assert guarded.result is not None
+    assert guarded.result.guardrail == "raised"
+    assert min(guarded.result.coverages, default=1.0) >= least
+    assert guarded.result.kept_tokens > plain.result.kept_tokens
 
 
 def test_what_is_enough_stays_as_it_was(engines: Engines) -> None:
@@ -78,6 +94,18 @@ def test_scores_that_are_no_mass_have_no_coverage(engines: Engines, name: str) -
     assert set(trace.result.to_dict()["coverages"]) == {None}
     with pytest.raises(UsageError, match=r"min_coverage 0.9 needs a score that is attention mass"):
         engine.generate([request(300, 40, min_coverage=0.9)])
+
+
+def test_stats_sum_up_coverage(engines: Engines) -> None:
+    engine = engine_of(engines, "nexus")
+    asked = [request(300, 60, budget_tokens=40), request(300, 60, budget_tokens=40, min_coverage=1)]
+    with Scheduler(engine) as scheduler:
+        results = [t.result(60) for t in scheduler.submit_all(asked)]
+        stats = scheduler.stats()
+    shares = [share for r in results for share in r.coverages]
+    assert stats.covered == len(shares) > 2
+    assert stats.coverage == pytest.approx(sum(shares))
+    assert stats.raised == 1
 
 
 def test_the_command_says_that_it_raised_the_budget(engines: Engines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ def test_memory_decides_the_slots(engines: Engines, name: str) -> None:
     need = told.scratch + told.slot
     with pytest.raises(CapacityError, match=f"one sequence needs {need}: {told.slot} for its slot"):
         Engine(package, kv_memory=need - 1, threads=1)
+
+
+@pytest.mark.parametrize("name", ["nexus", "nexus-prefill"])
+def test_later_turns_stay_within_the_memory(engines: Engines, name: str) -> None:
+    package = engines.package(name.split("-")[0], **POLICIES[name])
+    told = sizes(Engine(package, max_batch=1, threads=1).manifest)
+    engine = Engine(package, kv_memory=told.scratch + told.slot, threads=1)
+    for tokens, new in ((500, 90), (150, 40), (100, 10)):
+        engine.generate([dataclasses.replace(request(tokens, new), session_id="s")])
+    assert taken(engine.cache) == told.slot
+    assert taken(engine.scratch) <= told.scratch
 
 
 @pytest.mark.parametrize("name", UNEVEN)

@@ -15,8 +15,10 @@ from kvsift.builder.errors import CapacityError, SessionError, UsageError
 from kvsift.runtime.conversation_file import load_conversation, save_conversation
 from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.engine import Engine, Request
+from kvsift.runtime.recorder import recording
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.scheduler import Scheduler
+from kvsift.runtime.trace import read_trace
 
 #: Prompt and answer lengths of five turns: long, short, of one token, ending in mid-block.
 TURNS = [(150, 30), (90, 41), (1, 20), (37, 5), (200, 33)]
@@ -118,6 +120,27 @@ def test_turns_without_eviction_equal_one_long_prompt(engines: Engines) -> None:
         assert whole.prompt_tokens == result.prompt_tokens == len(history)
         assert result.cached_tokens == max(0, len(history) - TURNS[number][0] - 1) * (number > 0)
         history += result.token_ids
+
+
+@pytest.mark.parametrize("first", [150, 277])  # the second one less than a window of queries
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "nexus-decode"])
+def test_a_later_turn_evicts_as_one_prompt_does(
+    engines: Engines, tmp_path: Path, name: str, first: int
+) -> None:
+    """Queries, sums and moments of the first turn count in the second one's eviction."""
+    engine = fresh(engine_of(engines, name))
+    ids = prompt(280, seed=3)
+    engine.generate([replace(request(ids[:first], 0, seed=5, density=1.0), session_id="s")])
+    assert engine.conversations.get("s").rows.steps == 0
+    ask = request(ids[first:], 60, seed=5, density=0.3)
+    with recording(engine, tmp_path / "t"):
+        (whole,) = engine.generate([replace(ask, prompt=ids)])
+        (turn_,) = engine.generate([replace(ask, session_id="s")])
+    trace = read_trace(tmp_path / "t")
+    assert [r.past for r in trace.requests] == [0, first]
+    assert [e.kept for e in trace.of(0)] == [e.kept for e in trace.of(1)]
+    assert len(trace.of(0)) > (engine.manifest.policy.scope == "both")
+    assert turn_.token_ids == whole.token_ids
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import is_error, kvsift
 from engines import Engines, request, run_and_inspect
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +136,17 @@ def test_shares_do_not_lift_what_a_slot_holds(engines: Engines) -> None:
     largest = engine.budgets.largest(100)
     with pytest.raises(CapacityError, match=f"keeps at most {largest} "):
         engine.generate([request(500, 100, budget_tokens=largest + 1, layer_budgets=[1, 2])])
+
+
+def test_shares_come_from_the_command_line(engines: Engines) -> None:
+    package = engines.package("snapkv", scope="both", options={"row_lengths": "head", "window": 8})
+    args = ["generate", package, "--prompt", "a b c d e f g h " * 30, "--max-tokens", 2]
+    args += ["--budget-tokens", 80, "--layer-budgets"]
+    assert kvsift(*args, "1,2", "--head-budgets", "1,3").exit_code == 0
+    assert kvsift(*args, "pyramid").exit_code == 0
+    is_error(kvsift(*args, "1,x"), 2, "--layer-budgets takes weights such as 3,2,1", "'1,x'")
+    is_error(kvsift(*args, "1,2,3"), 2, "has 3 weights and the model 2 layers")
+    is_error(kvsift(*args, "1,2", "--head-budgets", "uniform"), 2, "head_budgets must be a list")
 
 
 def test_heads_of_one_set_have_no_budgets_of_their_own() -> None:

@@ -79,13 +79,13 @@ def test_pins_and_needles_at_the_front_stay_in_a_stream(engines: Engines) -> Non
 
 
 def test_the_guardrail_leaves_room_for_the_next_chunk(engines: Engines) -> None:
-    engine = engine_of(engines, "nexus", {"max_output": 299})
+    engine = engine_of(engines, "nexus")
     (trace,) = run_and_inspect(engine, [request(600, 5, budget_tokens=64, min_coverage=0.999)])
     assert trace.result is not None
     assert trace.result.guardrail == "exhausted"
     assert trace.result.budget_raised_tokens > 0
-    assert len(trace.result.coverages) == 4
-    assert engine.scratch.capacity == 256 + 128  # a row more is asked for: a chunk
+    assert len(trace.result.coverages) == 5
+    assert engine.scratch.capacity <= 256
 
 
 def test_a_session_streams_what_its_scratch_cannot_hold(engines: Engines) -> None:
@@ -106,6 +106,25 @@ def test_a_budget_beyond_the_scratch_is_refused(engines: Engines) -> None:
     ):
         engine.generate([request(600, 5, budget_tokens=136)])
     assert engine.generate([request(200, 5, budget_tokens=136)])[0].budget_tokens == 136
+
+
+def test_a_scratch_in_bounded_memory_does_not_grow(engines: Engines) -> None:
+    free = engines("full", limits={"max_input": 128, "max_output": 300})
+    bounded = Engine(free.directory, threads=1, kv_memory=1 << 30, max_batch=1)
+    asked = [replace(request(100, 20), session_id="g"), replace(request(90, 20), session_id="g")]
+    for engine in (free, bounded):
+        engine.generate(asked[:1])
+    assert free.generate(asked[1:])[0].prompt_tokens == 210
+    with pytest.raises(CapacityError, match=r"take a scratch of 338 rows, and kv_memory .* of 128"):
+        bounded.generate(asked[1:])
+    assert bounded.scratch.capacity == 128
+    heads = engine_of(engines, "adakv-both")  # a head may win twice its budget
+    tight = Engine(heads.directory, threads=1, kv_memory=1 << 30, max_batch=1)
+    ask = request(600, 5, budget_tokens=96)
+    assert heads.generate([ask])[0].budget_tokens == 96
+    with pytest.raises(CapacityError, match=r"take a scratch of 320 rows"):
+        tight.generate([ask])
+    assert tight.generate([request(600, 5, budget_tokens=64)])[0].budget_tokens == 64
 
 
 def test_build_checks_the_scratch(engines: Engines, tmp_path: Any) -> None:

@@ -43,12 +43,7 @@ FLOATS: dict[DType, ir.DataType] = {
 #: Bytes kept free on the disk beside the package.
 DISK_MARGIN = 64 << 20
 Progress = Callable[[int], None]
-_RUN = "Run it: `kvsift generate DIR --prompt TEXT`."
-_USE: dict[Target, str] = {
-    "ort": _RUN,
-    "tensorrt": _RUN + " Without engine.plan, `sh trtexec.sh` in this directory makes it first.",
-    "tensorrt-rtx": "engine.plan shows that TensorRT for RTX takes the graph; nothing runs it.",
-}
+RUN = "Run it: `kvsift generate DIR --prompt TEXT`."
 
 
 @dataclass(frozen=True)
@@ -156,10 +151,11 @@ def write_rest(
     graph: Graph,
     model: ir.Model,
     tensorrt: TensorRTBuild | None = None,
+    use: str = RUN,
 ) -> Manifest:
-    """Write tokenizer, README and manifest beside what lies there already."""
+    """Write tokenizer, README and manifest beside what lies there; `use` says how to go on."""
     source.save_tokenizer(building)
-    (building / README).write_text(_readme(policy, limits, graph.target), encoding="utf-8")
+    (building / README).write_text(_readme(policy, limits, graph.target, use), encoding="utf-8")
     files = {p.name: file_spec(p) for p in sorted(building.iterdir())}
     manifest = Manifest(
         kvsift_version=metadata.version("kvsift"),
@@ -220,9 +216,9 @@ def _check_disk(directory: Path, needed: int) -> None:
         )
 
 
-def _readme(policy: Policy, limits: Limits, target: Target) -> str:
+def _readme(policy: Policy, limits: Limits, target: Target, use: str) -> str:
     return (
         f"# kvsift engine\n\nPolicy `{policy.name}`, scorer `{policy.scorer}`, selector "
         f"`{policy.selector}`, density {limits.density:g}, up to {limits.max_input} prompt tokens "
-        f"and {limits.max_batch} sequences. Target: {target}.\n\n{_USE[target]}\n"
+        f"and {limits.max_batch} sequences. Target: {target}.\n\n{use}\n"
     )

@@ -87,7 +87,7 @@ def build_plan(job: Job, watch: Watch) -> str:
     _parse(network, job.onnx)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if job.aliased:
+    if job.library is not None:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     for profile in job.profiles:
         config.add_optimization_profile(_profile(builder, profile, job.inputs))

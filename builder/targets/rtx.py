@@ -76,7 +76,8 @@ def build(
         told = TensorRTBuild(
             version=version, plugin_version=None, profiles=job.profiles, aliased=()
         )
-        return write_rest(source, policy, limits, building, options, graph, model, told)
+        use = f"{PLAN} shows that TensorRT for RTX takes the graph; nothing runs it."
+        return write_rest(source, policy, limits, building, options, graph, model, told, use)
 
 
 def _run(job: Job, watch: Watch) -> str:

@@ -23,6 +23,7 @@ from kvsift.builder.policies.base import Policy
 from kvsift.builder.policies.nodes import ROWS
 from kvsift.builder.schema import PLUGIN
 from kvsift.builder.targets.common import (
+    RUN,
     BuildOptions,
     Graph,
     Progress,
@@ -93,7 +94,8 @@ def build(
             profiles=found,
             aliased=aliased,
         )
-        return write_rest(source, policy, limits, building, options, graph, model, told)
+        use = RUN if version else f"`sh {SCRIPT}` here makes {PLAN} first. {RUN}"
+        return write_rest(source, policy, limits, building, options, graph, model, told, use)
 
 
 def check_options(options: BuildOptions, target: str) -> None:

@@ -7,6 +7,7 @@ NLTK has no data for splitting sentences, its untrained splitter takes their pla
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def main() -> None:
 
 
 def _mend_sentences() -> None:
+    if importlib.util.find_spec("nltk") is None:  # the generator will say so if it needs it
+        return
     import nltk.tokenize
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 

@@ -12,6 +12,7 @@ from kvsift.runtime.evaluation.lab import Lab
 from kvsift.runtime.evaluation.ruler import Question, Task, score
 from kvsift.runtime.evaluation.stage import Floats
 from kvsift.runtime.evaluation.variants import Variant
+from kvsift.runtime.slots import Slot
 
 #: Numbers the samples of each task apart where tasks are taken together.
 MANY = 1_000_000
@@ -55,13 +56,16 @@ def measure(
     first = lab.read(prompt)
     records = []
     for batch in _batches(lab, every):
-        answers = _begin(lab, batch, first, () if query_aware else sample.question)
-        kept = [round(a.slot.rows_held) for a in answers]
+        slots = [
+            lab.evict(job.variant, lab.budget(job.variant.policy, job.density), job.seed, index)
+            for index, job in enumerate(batch)
+        ]
+        kept = [round(slot.rows_held) for slot in slots]
+        answers = _begin(lab, batch, slots, first, () if query_aware else sample.question)
         texts = greedy.decode(
             lab, answers, max_tokens, lambda text: score(task, text, sample.answers) == 1.0
         )
         for job, rows, text in zip(batch, kept, texts, strict=True):
-            rows -= 0 if query_aware else len(sample.question)
             records.append(
                 {
                     "variant": job.variant.name,
@@ -86,21 +90,21 @@ def _batches(lab: Lab, every: Sequence[Job]) -> Iterator[list[Job]]:
 
 
 def _begin(
-    lab: Lab, batch: Sequence[Job], first: Floats, question: Sequence[int]
+    lab: Lab,
+    batch: Sequence[Job],
+    slots: Sequence[Slot],
+    first: Floats,
+    question: Sequence[int],
 ) -> list[greedy.Answer]:
-    slots = [
-        lab.evict(job.variant, lab.budget(job.variant.policy, job.density), job.seed, index)
-        for index, job in enumerate(batch)
-    ]
-    if not question:
-        return [greedy.begin(j.variant, s, first) for j, s in zip(batch, slots, strict=True)]
+    """Return answers that begin after the question, which is read token by token by all slots."""
+    rows = [first] * len(slots)
     stage = lab.stage(batch[0].variant.policy)
-    logits = stage.step(slots, [question] * len(slots))
-    answers = []
-    for job, slot in zip(batch, slots, strict=True):
-        lab.evict_full(job.variant, slot)
-        answers.append(greedy.begin(job.variant, slot, logits[slot.index, -1]))
-    return answers
+    for token in question:
+        logits = stage.step(slots, [[token]] * len(slots))
+        rows = [logits[slot.index, -1] for slot in slots]
+        for job, slot in zip(batch, slots, strict=True):
+            lab.evict_full(job.variant, slot)
+    return [greedy.begin(j.variant, s, r) for j, s, r in zip(batch, slots, rows, strict=True)]
 
 
 def together(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ class Stage:
         """Append known tokens to slots, equally many to each, in one step.
 
         Returns logits [B, S, V] whose rows are slot indices; those of other slots mean nothing.
+        Several tokens at once are for slot 0 alone: GroupQueryAttention takes no batch of them.
         """
         for slot in slots:
             if slot.length + len(tokens[0]) > self.cache.capacity:

@@ -1,0 +1,1 @@
+"""Triton Inference Server: the model repository of an engine, and a server for the CPU."""
