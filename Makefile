@@ -122,7 +122,7 @@ dev: .venv/.dev
 	@touch $@
 
 .venv/.dev: .venv/.installed
-	$(PY) $(PIP_INSTALL) $(EDITABLE) '.[test,lint,plot,cuda-cpu-test]'
+	$(PY) $(PIP_INSTALL) $(EDITABLE) '.[serve,test,lint,plot,cuda-cpu-test]'
 	@touch $@
 
 # An environment of its own: the other tests must pass where torch is absent, and kvpress holds

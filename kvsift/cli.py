@@ -1,4 +1,4 @@
-"""The `kvsift` command: generate, chat, doctor, trace, bench, eval, triton."""
+"""The `kvsift` command: generate, chat, doctor, trace, bench, eval, serve, triton."""
 
 from __future__ import annotations
 
@@ -253,6 +253,7 @@ def doctor(debug: Debug = False) -> None:
 console.add_group(app, "trace", "kvsift.cli_trace", "Show, draw and compare traces.")
 console.add_group(app, "bench", "kvsift.runtime.bench.__main__", "Measure speed and memory.")
 console.add_group(app, "eval", "kvsift.runtime.evaluation.__main__", "Measure quality.")
+console.add_group(app, "serve", "kvsift.runtime.serve.__main__", "Answer OpenAI clients over HTTP.")
 console.add_group(
     app, "triton", "kvsift.runtime.triton.__main__", "Write a model repository for Triton."
 )

@@ -70,13 +70,9 @@ def planned_slot_tokens(
 
 
 def scratch_tokens(manifest: Manifest) -> int:
-    """Return the tokens of the scratch: of the longest prompt, or fewer where prompts stream.
-
-    Without eviction a session's later turn has all of the earlier ones in it.
-    """
+    """Return the tokens of the scratch: of the longest prompt, or fewer where prompts stream."""
     limits = manifest.limits
-    most = limits.max_input if manifest.policy.evicts else slot_tokens(manifest)
-    whole = units_of(most, limits.chunk) * limits.chunk
+    whole = units_of(limits.max_input, limits.chunk) * limits.chunk
     return whole if limits.max_scratch is None else min(whole, limits.max_scratch)
 
 

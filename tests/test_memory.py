@@ -18,7 +18,6 @@ from kvsift.runtime.engine import Engine
 from kvsift.runtime.host_cache import HostCache
 from kvsift.runtime.sizes import cache_bytes, row_tokens, scratch_tokens, sizes
 
-PARTS = {"full": {}, **POLICIES}
 UNEVEN = ["adakv-both", "nestedkv-both", "nexus-heads", "pyramidkv-both", "nexus-layers", "adakv"]
 
 
@@ -60,10 +59,9 @@ def test_memory_decides_the_slots(engines: Engines, name: str) -> None:
         Engine(package, kv_memory=need - 1, threads=1)
 
 
-@pytest.mark.parametrize("name", ["full", "nexus", "nexus-prefill"])
+@pytest.mark.parametrize("name", ["nexus", "nexus-prefill"])
 def test_later_turns_stay_within_the_memory(engines: Engines, name: str) -> None:
-    limits = {"density": 1.0} if name == "full" else {}
-    package = engines.package(name.split("-")[0], limits=limits, **PARTS[name])
+    package = engines.package(name.split("-")[0], **POLICIES[name])
     told = sizes(Engine(package, max_batch=1, threads=1).manifest)
     engine = Engine(package, kv_memory=told.scratch + told.slot, threads=1)
     for tokens, new in ((500, 90), (150, 40), (100, 10)):

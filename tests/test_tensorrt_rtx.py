@@ -10,14 +10,17 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
-from commands import build
+from commands import build, is_error
 from engines import Engines
+from plugin_host import library
 from plugin_host import tensorrt as fetched
 
+from kvsift.builder.errors import EngineError
 from kvsift.builder.eviction import score_rows
 from kvsift.builder.ops import DOMAIN
 from kvsift.builder.package import GRAPH, PLAN, Manifest, load_manifest
 from kvsift.builder.policies.nodes import ROWS
+from kvsift.builder.progress import Bars
 from kvsift.builder.targets import rtx
 from kvsift.builder.targets.common import FLOATS, specs
 from kvsift.builder.targets.job import Job
@@ -62,6 +65,88 @@ def test_tiny_models_build(engines: Engines, tmp_path: Path, family: str, policy
 @pytest.mark.parametrize("policy", POLICIES)
 def test_smollm2_builds(engines: Engines, tmp_path: Path, smollm2_gguf: Path, policy: str) -> None:
     builds(engines, tmp_path / "engine", "smollm2", policy, "--max-input", 1024)
+
+
+@pytest.fixture(scope="module")
+def dense(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The job of a graph without evictions, whose plugin nodes are cut out."""
+    target = tmp_path_factory.mktemp("dense") / "trt"
+    args = ("--eviction", "full", "--onnx-only", "-o", target, *LIMITS)
+    assert build(engines.model("llama"), *args).exit_code == 0
+    return job_of(target, load_manifest(target))
+
+
+def test_plugins_load_and_timings_are_kept(dense: Job, tmp_path: Path) -> None:
+    """With the library, and the preview feature that its aliases need; twice, as builds are."""
+    cache = tmp_path / "cache" / "timing"
+    job = dense.model_copy(update={"library": library(), "timing_cache": cache})
+    phases: dict[str, int] = {}
+    for _ in range(2):
+        rtx._run(job, lambda phase, done, steps: phases.update({phase: steps - done}))
+        assert cache.is_file()
+    assert phases
+    assert set(phases.values()) == {0}  # each phase was seen to its end
+    cache.write_bytes(b"no timings")  # of another version, say
+    rtx._run(job, lambda phase, done, steps: None)
+    assert cache.read_bytes() != b"no timings"
+
+
+def test_what_tensorrt_refuses_is_said(dense: Job, tmp_path: Path) -> None:
+    wrong = tmp_path / "lib.so"
+    wrong.write_bytes(b"no library")
+    with pytest.raises(
+        EngineError, match=r"cannot load the plugins of .*lib\.so: .*build it again"
+    ):
+        rtx._run(dense.model_copy(update={"library": wrong}), lambda *told: None)
+    model = ir.load(dense.onnx)
+    next(node for node in model.graph if node.op_type == "Sigmoid").op_type = "Sigmund"
+    other = dense.onnx.with_name("wrong.onnx")
+    ir.save(model, other)
+    with pytest.raises(EngineError, match=r"TensorRT 1\.7\S+ refuses the .*Sigmund"):
+        rtx._run(dense.model_copy(update={"onnx": other}), lambda *told: None)
+    small = tuple(
+        profile.model_copy(update={"sizes": profile.sizes | {"B": (3, 2, 1)}})
+        for profile in dense.profiles
+    )
+    with pytest.raises(EngineError, match=r"builds no engine: .*rofile"):
+        rtx._run(dense.model_copy(update={"profiles": small}), lambda *told: None)
+
+
+def test_a_stopped_build_ends_the_process_and_leaves_no_package(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: object, name: str, done: int, steps: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bars, "phase", stop)
+    args = ("--target", "tensorrt-rtx", "-o", tmp_path / "out" / "engine", *LIMITS)
+    assert build(engines.model("llama"), *args).exit_code == 130
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_rtx_is_missing(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtx, "MODULES", ("tensorrt_rtx_absent",))
+    done = build(engines.model("llama"), "--target", "tensorrt-rtx", "-o", tmp_path / "engine")
+    is_error(done, 1, "TensorRT for RTX is not installed", "pip install tensorrt-rtx")
+
+
+def test_more_units_than_can_be_sorted(engines: Engines, tmp_path: Path) -> None:
+    args = ("--eviction", "snapkv", "--target", "tensorrt-rtx", "-o", tmp_path / "engine")
+    is_error(build(engines.model("long"), *args), 2, "sorts at most 3840", "lower --max-input")
+
+
+def job_of(directory: Path, manifest: Manifest) -> Job:
+    """The build of a package's graph without its plugin nodes."""
+    assert manifest.tensorrt is not None
+    model = without_plugins(directory, manifest)
+    onnx = directory / "cut.onnx"
+    ir.save(model, onnx)
+    return Job(
+        onnx=onnx,
+        plan=directory / PLAN,
+        inputs=specs(model.graph.inputs),
+        profiles=manifest.tensorrt.profiles,
+    )
 
 
 def without_plugins(directory: Path, manifest: Manifest) -> ir.Model:
@@ -118,18 +203,6 @@ def test_all_but_plugins_builds(engines: Engines, tmp_path: Path, policy: str, d
     args = ("--eviction", policy, "--onnx-only", "--dtype", dtype, "-o", target, *LIMITS)
     assert build(engines.model("qwen3"), *args).exit_code == 0
     manifest = load_manifest(target)
-    assert manifest.tensorrt is not None
-    model = without_plugins(target, manifest)
-    onnx, plan = target / "cut.onnx", tmp_path / PLAN
-    ir.save(model, onnx)
-    job = Job(
-        onnx=onnx,
-        plan=plan,
-        inputs=specs(model.graph.inputs),
-        profiles=manifest.tensorrt.profiles,
-    )
-    phases: dict[str, int] = {}
-    rtx._run(job, lambda phase, done, steps: phases.update({phase: steps - done}))
-    assert plan.stat().st_size > 2 * manifest.parameters
-    assert phases
-    assert set(phases.values()) == {0}  # each phase was seen to its end
+    job = job_of(target, manifest)
+    rtx._run(job, lambda phase, done, steps: None)
+    assert job.plan.stat().st_size > 2 * manifest.parameters
