@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvsift.builder import ops
 from kvsift.builder.native_ops import NATIVE_OPS, alias
+from kvsift.builder.workspaces import WORKSPACES
 
 SCRIPT = "scripts/gen_ops.py"
 SOURCE = "builder/ops.py"
@@ -76,6 +77,9 @@ differ), n draws, P pinned spans, b the block size (1 where an op has no such at
 Key positions are not stored: row j of a slot holds position `unit_ids[j / b] * b + j % b`. Rows of
 a unit with id -1 and rows at positions of `tokens_seen` and above change nothing, whatever they
 hold. Where `evict_slots` is -1, the ids are -1 and so the scores are -inf.
+
+The workspace of an op's CUDA kernel is in bytes (`builder/workspaces.py`); there T stands for the
+bytes of the model's float type, `ceil(a, b)` for a / b rounded up.
 """
 
 NATIVE_DOC = """
@@ -214,6 +218,7 @@ def doc_op(op: ops.Op) -> str:
         names = ", ".join(f"{int(a.low) + i} `{c}`" for i, c in enumerate(a.choices))
         about = f"{a.doc}: {names}" if names else a.doc
         lines.append(f"| `{a.name}` | {kind} | {a.default} | {a.low} to {a.high} | {about} |")
+    lines += ["", "Workspace of the CUDA kernel:", "", "```", WORKSPACES[op.name], "```"]
     return "\n".join([*lines, ""])
 
 

@@ -90,7 +90,8 @@ def works(s: Scale) -> list[Work]:
     add("KNormScore", both, target=0.8)
     add("KeyDiffScore", both, key_reads=2)
     add("NestedKVScore", both, key_reads=2)
-    add("WindowScore", both, flops=s.window * dots)
+    # Its logits are made twice, since keeping them would move more than the keys.
+    add("WindowScore", both, key_reads=2, flops=2 * s.window * dots)
     add("AccumUpdate", {**both, "S": 1}, flops=dots)
     square = 2.0 * s.heads * s.head_dim**2
     add("QueryStatsUpdate", {**both, "B": 8, "S": 64}, flops=8 * 64 * square)

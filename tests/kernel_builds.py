@@ -129,7 +129,7 @@ def run_sanitized(kind: str, command: Sequence[str]) -> subprocess.CompletedProc
         ).stdout.strip()
         # pymalloc would hide overruns of small arrays; leaks are the interpreter's own.
         env |= {"LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
-        env |= {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 history_size=7"}
+        env |= {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 history_size=4"}
     if kind == "tsan" and shutil.which("setarch"):
         command = ["setarch", "-R", *command]  # its shadow memory wants addresses that stay put
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,42 @@ class Hooks:
         self._lib = ctypes.CDLL(str(path))
         self._lib.cudacpu_set_schedule.argtypes = [ctypes.c_uint64]
         self._lib.cudacpu_launches.restype = ctypes.c_uint64
+        pointers = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        self._lib.cudacpu_watch.argtypes = pointers
+        self._lib.cudacpu_list_launches.restype = ctypes.c_char_p
 
     def schedule(self, seed: int) -> None:
         self._lib.cudacpu_set_schedule(seed)
 
     def launches(self) -> int:
         return int(self._lib.cudacpu_launches())
+
+    @contextmanager
+    def listing(self) -> Iterator[list[tuple[str, int, int]]]:
+        """List kernels instead of running them while the context is open.
+
+        Once it is closed the list has each kernel's name, blocks, and threads a block.
+        """
+        listed: list[tuple[str, int, int]] = []
+        self._lib.cudacpu_list_launches(1)
+        try:
+            yield listed
+        finally:
+            for line in self._lib.cudacpu_list_launches(0).decode().splitlines():
+                name, blocks, threads = line.rsplit(" ", 2)
+                listed.append((name, int(blocks), int(threads)))
+
+    @contextmanager
+    def loads_of(self, array: Array) -> Iterator[Array]:
+        """Count the loads of each 16 bytes of an array while the context is open."""
+        assert array.flags.c_contiguous
+        assert array.nbytes % 16 == 0
+        counts = np.zeros(array.nbytes // 16, np.uint32)
+        self._lib.cudacpu_watch(array.ctypes.data, array.nbytes, counts.ctypes.data)
+        try:
+            yield counts
+        finally:
+            self._lib.cudacpu_watch(None, 0, None)
 
 
 def has_floats(op: str) -> bool:
@@ -77,12 +108,28 @@ def small_cases(op: str) -> list[Case]:
 def long_case(op: str) -> Case:
     """The op at 131072 units or tokens."""
     attrs = next(attribute_choices(ops.TABLE[op]))
+    if op == "NestedKVScore":  # tiny memories would be tens of thousands
+        attrs |= {"block_min": 128, "block_max": 256}
     block = int(attrs.get("block_size", 1)) if op == "WindowMass" else 1
     if "block_size" in attrs:
         attrs = attrs | {"block_size": block}
     sizes = ONE | {"N": LARGE // block, "C": LARGE}
     lens = (LARGE - 5,)
     return Case(op, "large", attrs, sizes, lens=lens, seen=lens, budget=LARGE // 5, new=(2,))
+
+
+def several_tiles(op: str) -> Case:
+    """The op where blocks take several turns and share a row, at few tokens."""
+    attrs = ops.TABLE[op].defaults()
+    attrs |= {"block_size": 100} if op == "WindowMass" else {}
+    attrs |= {"window": 20} if op == "NestedKVScore" else {}
+    tokens = 9000 if "Select" in op else 2000 if op == "NexusScore" else 150
+    block = int(attrs.get("block_size", 1))
+    units = -(-tokens // block) if op == "WindowMass" else tokens
+    sizes = ONE | {"Hq": 4, "W": 10, "S": 10, "D": 128, "Dh": 64, "N": units, "C": tokens}
+    seen = tokens if op == "WindowMass" else tokens * block
+    lens = (tokens - 12,) if op == "AccumUpdate" else (seen,)
+    return Case(op, "tiles", attrs, sizes, lens=lens, seen=(seen,), budget=tokens // 3, new=(10,))
 
 
 def check(

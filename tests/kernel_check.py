@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kernel_cases import Hooks, has_floats, run_and_check, small_cases
+from kernel_cases import LONG, Hooks, has_floats, run_and_check, several_tiles, small_cases
 from kv_moves import check_moves
 
 from kvsift.builder import ops
@@ -25,7 +25,7 @@ def main() -> None:
             if name == "moves":
                 check_moves(kernels)
                 continue
-            for case in small_cases(name):
+            for case in [*small_cases(name), *([several_tiles(name)] if name in LONG else [])]:
                 dtypes = ["float32", "float16"] if has_floats(name) and seed == 0 else ["float32"]
                 for dtype in dtypes:
                     run_and_check(kernels, case, dtype)

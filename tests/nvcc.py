@@ -32,6 +32,14 @@ def nvcc() -> Path:
     return installed
 
 
+@functools.cache
+def nvcc_version() -> str:
+    """Return the compiler's version, such as 13.0.88."""
+    found = re.search(r"V(\d+\.\d+\.\d+)", run([str(nvcc()), "--version"]))
+    assert found
+    return found[1]
+
+
 def cmake() -> str:
     """Return the cmake program: on the path, else beside this Python."""
     return shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
@@ -53,9 +61,11 @@ def cuda_library() -> tuple[Path, Path]:
     run([*configure, "-DCMAKE_BUILD_TYPE=Release"])
     log = build / "ptxas.log"
     command = [cmake(), "--build", str(build), "--parallel", "2"]
-    # Appended, also of a build that was stopped: what is compiled already says nothing again.
+    # Appended, also of a build that was stopped: what is compiled already says nothing again. Two
+    # compilers at once must not take turns line by line.
+    whole = os.environ | {"MAKEFLAGS": "--output-sync=target"}
     with log.open("a") as file:
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, env=whole)
     run(command)
     version = re.search(r'kOpsVersion = "(\w+)"', (ROOT / "plugins/ops.gen.h").read_text())
     assert version

@@ -13,7 +13,17 @@ import kernel_builds
 import numpy as np
 import pytest
 from cases import Case
-from kernel_cases import DTYPES, SCHEDULES, Hooks, has_floats, inputs_of, run_and_check, small_cases
+from kernel_cases import (
+    DTYPES,
+    LONG,
+    SCHEDULES,
+    Hooks,
+    has_floats,
+    inputs_of,
+    run_and_check,
+    several_tiles,
+    small_cases,
+)
 from kv_moves import check_moves
 from runners import cpu_kernels, run_kernel
 
@@ -43,6 +53,12 @@ def bits(outputs: list[Any]) -> list[bytes]:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_equal_the_oracle(case: Case, dtype: str) -> None:
     run_and_check(cpu_kernels(), case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", LONG)
+def test_rows_of_several_tiles_equal_the_oracle(op: str, dtype: str) -> None:
+    run_and_check(cpu_kernels(), several_tiles(op), dtype)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -159,6 +175,34 @@ def test_few_logits_are_kept_instead_of_made_twice(
     few = kernels.workspace(op, case.attrs, dtype, size)
     more = kernels.workspace(op, case.attrs, dtype, size | {"Hq": 64 * size["Hkv"]})
     assert few / size["Hq"] > more / (64 * size["Hkv"])
+
+
+@pytest.mark.parametrize("width", [320, 512])
+@pytest.mark.parametrize("op", ["WindowMass", "WindowScore", "AccumUpdate"])
+def test_long_heads_take_half_a_tile(op: str, width: int) -> None:
+    for name in ("typical", "typical-per_head", "attrs0"):
+        for case in (c for c in small_cases(op) if c.name == name):
+            run_and_check(cpu_kernels(), case.but(sizes={"D": width, "W": 9, "S": 9}), "float16")
+    too_long = small_cases(op)[0].but(sizes={"D": 520})
+    with pytest.raises(KernelError, match="invalid argument"):
+        run_and_check(cpu_kernels(), too_long, "float16")
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 256), ("float16", 512)])
+@pytest.mark.parametrize("op", ["NestedKVScore", "ExpectedAttentionScore", "KeyDiffScore"])
+def test_the_longest_heads_equal_the_oracle(op: str, dtype: str, width: int) -> None:
+    """NestedKV's window then does not fit into shared memory."""
+    case = next(c for c in small_cases(op) if c.name == "typical")
+    run_and_check(cpu_kernels(), case.but(sizes={"D": width, "Dh": width // 2}), dtype)
+
+
+@pytest.mark.parametrize("window", [1, 3, 64, 300, 700])
+def test_nestedkv_windows_of_every_length(window: int) -> None:
+    """Shorter than a step, longer than a span, kept in shared memory and not."""
+    attrs = ops.TABLE["NestedKVScore"].defaults() | {"window": window}
+    sizes = {"B": 1, "E": 1, "Hq": 2, "Hkv": 2, "R": 2, "N": 1200, "C": 1200, "D": 64}
+    case = Case("NestedKVScore", "window", attrs, sizes, lens=(1190,), seen=(1500,))
+    run_and_check(cpu_kernels(), case, "float16")
 
 
 def test_every_float_type_has_a_number() -> None:

@@ -6,14 +6,18 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from nvcc import ROOT, cmake, cuda_library, nvcc, run
+from nvcc import ROOT, cmake, cuda_library, nvcc, nvcc_version, run
 from plugin_host import ALL_OPS, Host, exported_symbols
 from test_plugin import SIZES, workspace
 
 from kvsift.builder import ops
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from register_table import parse, table
 
 ARCHITECTURES = {"80", "86", "89", "90", "100", "120"}
 
@@ -83,6 +87,17 @@ def test_nvcc_builds_the_library(tmp_path: Path) -> None:
     run([cmake(), "--install", str(build), "--prefix", str(tmp_path), "--strip"])
     installed = [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()]
     assert installed == [f"kvsift/lib/{library.name}"]
+
+
+@pytest.mark.slow
+def test_no_kernel_spills_and_the_docs_have_its_registers() -> None:
+    """Registers that do not suffice go to memory; the table is that of the compiler it names."""
+    used = parse(cuda_library()[1].read_text())
+    assert {arch for _, arch in used} == ARCHITECTURES
+    assert not {key: usage for key, usage in used.items() if usage.spilled}
+    text = (ROOT / "docs/tensorrt.md").read_text()
+    if f"nvcc {nvcc_version()}" in text:  # another one allots other registers
+        assert all(line in text.splitlines() for line in table(used))
 
 
 @pytest.mark.slow

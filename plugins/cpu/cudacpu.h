@@ -48,6 +48,7 @@
 
 #include "collectives.h"
 #include "intrinsics.h"
+#include "watch.h"
 
 extern "C" {
 extern unsigned char __start_cudacpu_shared[] __attribute__((weak, visibility("hidden")));
@@ -56,11 +57,14 @@ extern unsigned char __stop_cudacpu_shared[] __attribute__((weak, visibility("hi
 
 namespace cudacpu {
 
-// The error that cudaGetLastError hands out next, what the kernel did, and kernels launched so far.
+// The error that cudaGetLastError hands out next, what the kernel did, kernels launched so far,
+// and, where a test asks for it, a line for each: the kernel, its blocks and its threads a block.
 struct LastError {
   cudaError_t code = cudaSuccess;
   std::string message;
   std::uint64_t launches = 0;
+  bool lists = false;
+  std::string log;
 };
 inline LastError& last_error() {
   static LastError error;
@@ -108,11 +112,11 @@ CUDACPU_NOSAN inline void run_block(Context& c, std::mt19937_64& random,
 
 // Runs every block; throws Error at the first that cannot go on.
 template <class F>
-void run_grid(dim3 grid, dim3 block, std::size_t dynamic_bytes, F& body) {
+void run_grid(dim3 grid, dim3 block, std::size_t dynamic_bytes, std::size_t most, F& body) {
   Context& c = context();
   const unsigned threads = block.x * block.y * block.z;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
-  if (threads == 0 || threads > kMaxThreads || dynamic_bytes > 48 * 1024 || blocks == 0 ||
+  if (threads == 0 || threads > kMaxThreads || dynamic_bytes > most || blocks == 0 ||
       grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     throw Error("invalid launch configuration");
   }
@@ -151,12 +155,19 @@ void run_grid(dim3 grid, dim3 block, std::size_t dynamic_bytes, F& body) {
 
 // As a launch on a stream that has run: errors wait for cudaGetLastError, and nothing more runs.
 template <class F>
-void launch(dim3 grid, dim3 block, std::size_t dynamic_bytes, F&& body) {
+void launch(const char* kernel, dim3 grid, dim3 block, std::size_t dynamic_bytes, std::size_t most,
+            F&& body) {
   LastError& last = last_error();
   if (last.code != cudaSuccess) return;
   ++last.launches;
+  if (last.lists) {
+    last.log += std::string(kernel) + " " +
+                std::to_string(std::uint64_t{grid.x} * grid.y * grid.z) + " " +
+                std::to_string(block.x * block.y * block.z) + "\n";
+    return;
+  }
   try {
-    run_grid(grid, block, dynamic_bytes, body);
+    run_grid(grid, block, dynamic_bytes, most, body);
   } catch (const std::exception& error) {
     last.code = cudaErrorLaunchFailure;
     last.message = error.what();
@@ -167,9 +178,15 @@ void launch(dim3 grid, dim3 block, std::size_t dynamic_bytes, F&& body) {
 
 #define DYN_SHARED(T, name) T* name = reinterpret_cast<T*>(cudacpu::context().dynamic)
 #define CUDACPU_UNPAREN(...) __VA_ARGS__
-#define KERNEL_LAUNCH(kernel, grid, block, dynamic_bytes, stream, ...) \
-  do {                                                                 \
-    (void)(stream);                                                    \
-    cudacpu::launch((grid), (block), (dynamic_bytes),                  \
-                    [&] { CUDACPU_UNPAREN kernel(__VA_ARGS__); });     \
+#define CUDACPU_LAUNCH(most, kernel, grid, block, dynamic_bytes, stream, ...) \
+  do {                                                                        \
+    (void)(stream);                                                           \
+    cudacpu::launch(#kernel, (grid), (block), (dynamic_bytes), (most),        \
+                    [&] { CUDACPU_UNPAREN kernel(__VA_ARGS__); });            \
   } while (0)
+// Most dynamic shared memory of any launch, and of one that has asked for more: what is left of
+// the 99 KB of the smallest GPUs beside 20 KB of static memory.
+#define KERNEL_LAUNCH(...) CUDACPU_LAUNCH(48 * 1024, __VA_ARGS__)
+#define KERNEL_LAUNCH_SHARED(...) CUDACPU_LAUNCH(79 * 1024, __VA_ARGS__)
+// Counts reads of watched memory, see watch.h.
+#define KVSIFT_ON_LOAD(address) cudacpu::watch().count(address)

@@ -11,6 +11,11 @@ cudaError_t cudaGetLastError() {
   return code;
 }
 
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
+  if (!cudacpu::last_error().lists) std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
 const char* cudaGetErrorString(cudaError_t code) {
   switch (code) {
     case cudaSuccess:
@@ -30,6 +35,19 @@ __attribute__((visibility("default"))) void cudacpu_set_schedule(std::uint64_t s
 }
 __attribute__((visibility("default"))) std::uint64_t cudacpu_launches() {
   return cudacpu::last_error().launches;
+}
+// From now on lists launches instead of running them, or runs them; returns those listed.
+__attribute__((visibility("default"))) const char* cudacpu_list_launches(int lists) {
+  static std::string log;
+  log.swap(cudacpu::last_error().log);
+  cudacpu::last_error().log.clear();
+  cudacpu::last_error().lists = lists != 0;
+  return log.c_str();
+}
+// Counts the 16-byte loads of an array from now on; null ends it.
+__attribute__((visibility("default"))) void cudacpu_watch(const void* base, std::size_t bytes,
+                                                          std::uint32_t* counts) {
+  cudacpu::watch() = {reinterpret_cast<std::uintptr_t>(base), bytes, counts};
 }
 
 }  // extern "C"

@@ -7,6 +7,10 @@ namespace kvsift::kernels {
 
 // accum [B,Hkv,C], queries [B,S,Hq*D], keys [B,Hkv,C,D], past_lens [B,Rl], n_new [B];
 // accum_out [B,Hkv,C], which may be accum itself. Rl is 1 or Hkv.
+//
+// Keys are read once where a token's logits, written and read again, take no more bytes than its
+// key (8 * S * Hq / Hkv <= D * size: decode steps), else twice, as in WindowScore; those of slots
+// without new tokens are not read.
 struct AccumUpdateArgs : AccumUpdate::Attrs {
   const float* accum;
   const void* queries;

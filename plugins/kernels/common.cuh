@@ -67,17 +67,12 @@ struct Pair<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// One load of 16 bytes that nobody writes during the kernel, as floats.
+// 16 bytes as floats.
 template <class T>
-__device__ __forceinline__ void load16(const T* from, float (&to)[kVector<T>]) {
+__device__ __forceinline__ void unpack16(const uint4& raw, float (&to)[kVector<T>]) {
   if constexpr (sizeof(T) == 4) {
-    const float4 v = __ldg(reinterpret_cast<const float4*>(from));
-    to[0] = v.x;
-    to[1] = v.y;
-    to[2] = v.z;
-    to[3] = v.w;
+    memcpy(to, &raw, sizeof raw);
   } else {
-    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from));
     typename Pair<T>::type pair[4];
     memcpy(static_cast<void*>(pair), &raw, sizeof raw);
 #pragma unroll
@@ -87,6 +82,18 @@ __device__ __forceinline__ void load16(const T* from, float (&to)[kVector<T>]) {
       to[2 * i + 1] = v.y;
     }
   }
+}
+
+// One load of 16 bytes that nobody writes during the kernel. Keys and values are read by it alone,
+// which lets the CPU count how often.
+template <class T>
+__device__ __forceinline__ uint4 load_raw(const T* from) {
+  KVSIFT_ON_LOAD(from);
+  return __ldg(reinterpret_cast<const uint4*>(from));
+}
+template <class T>
+__device__ __forceinline__ void load16(const T* from, float (&to)[kVector<T>]) {
+  unpack16<T>(load_raw(from), to);
 }
 
 // A sum over aligned groups of WIDTH lanes, in all of them.

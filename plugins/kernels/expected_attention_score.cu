@@ -47,50 +47,56 @@ __global__ void __launch_bounds__(kThreads)
   moments[(to * a.D + i) * a.D + j] = sum / (count * 2.0f * a.D);
 }
 
-// logits [E, Hq, N], -inf where a unit is not rated; the grid is (tiles of units, Hq, E).
+// logits [E, Hq, N], -inf where a unit is not rated; the grid is (tiles of units, Hkv, E).
 template <class T>
 __global__ void __launch_bounds__(kTileThreads, 3)
     rate(ExpectedAttentionScoreArgs a, const float* means, const float* moments, float* logits) {
   __shared__ TileShared shared;
-  __shared__ float parts[kTileRows / kHeldRows][kTileTokens];
-  const int h = blockIdx.y, e = blockIdx.z, slot = a.evict_slots[e];
-  const int g = h / (a.Hq / a.Hkv), first_token = blockIdx.x * kTileTokens;
+  __shared__ float parts[kTileWarps][kTileTokens];
+  DYN_SHARED(float, key);
+  const int g = blockIdx.y, e = blockIdx.z, slot = a.evict_slots[e], group = a.Hq / a.Hkv;
+  const int first_token = blockIdx.x * tile_tokens(a.D), token = threadIdx.x;
   if (slot < 0) return;
-  const std::int64_t head = std::int64_t{e} * a.Hq + h;
   const T* keys = static_cast<const T*>(a.keys) + (std::int64_t{slot} * a.Hkv + g) * a.C * a.D;
   const std::int32_t* ids = a.unit_ids + (std::int64_t{e} * a.R + g) * a.N;
-  const float* mean = means + head * a.D;
-  put_positions(shared, first_token, [&](int t) {
+  put_positions(shared, a.D, first_token, [&](int t) {
     return t < a.N && t < a.C && ids[t] >= 0 && ids[t] >= a.sink_tokens ? t : kNowhere;
   });
-  // k^T cov' k + mu' k = sum over rows i of k_i ((cov' k)_i + mu'_i).
-  float sums[kHeldTokens] = {};
   const int rows = a.use_covariance ? a.D : 1;
-  const TileInput<T> in{
-      a.use_covariance ? moments + head * a.D * a.D : mean, keys, 0, rows, 1, a.D};
-  for (int row = 0; row < rows; row += kTileRows) {
-    Held held;
-    tile_products(shared, in, row, first_token, held);
+  TileInput<T> in{nullptr, keys, 0, rows, 1, a.D};
+  load_keys(shared, in, key, first_token);
+  for (int h = 0; h < group; ++h) {
+    const std::int64_t head = std::int64_t{e} * a.Hq + g * group + h;
+    const float* mean = means + head * a.D;
+    in.query = a.use_covariance ? moments + head * a.D * a.D : mean;
+    // k^T cov' k + mu' k = sum over rows i of k_i ((cov' k)_i + mu'_i).
+    float sums[kHeldTokens] = {};
+    for (int row = 0; row < rows; row += kTileRows) {
+      Held held;
+      tile_products(shared, in, key, row, held);
 #pragma unroll
-    for (int r = 0; r < kHeldRows; ++r) {
-      const int at = row + held_row(r);
+      for (int r = 0; r < kHeldRows; ++r) {
+        const int at = row + held_row(r);
+        if (at >= rows) break;
 #pragma unroll
-      for (int i = 0; i < kHeldTokens; ++i) {
-        const int token = held_token(i);
-        if (at >= rows || shared.position[token] == kNowhere) continue;
-        const std::int64_t element = std::int64_t{first_token + token} * a.D + at;
-        sums[i] +=
-            a.use_covariance ? (held[r][i] + mean[at]) * to_float(keys[element]) : held[r][i];
+        for (int i = 0; i < kHeldTokens; ++i) {
+          if (shared.position[held_token(i)] == kNowhere) continue;
+          sums[i] += a.use_covariance
+                         ? (held[r][i] + mean[at]) * key[held_token(i) * (a.D + 1) + at]
+                         : held[r][i];
+        }
       }
     }
+    __syncthreads();  // those of the head before have been added
+#pragma unroll
+    for (int i = 0; i < kHeldTokens; ++i) parts[threadIdx.x / kWarpSize][held_token(i)] = sums[i];
+    __syncthreads();
+    if (token >= tile_tokens(a.D) || first_token + token >= a.N) continue;
+    float logit = 0.0f;
+    for (int w = 0; w < kTileWarps; ++w) logit += parts[w][token];
+    logits[head * a.N + first_token + token] =
+        shared.position[token] == kNowhere ? -INFINITY : logit;
   }
-  for (int i = 0; i < kHeldTokens; ++i) parts[threadIdx.x / kWarpSize][held_token(i)] = sums[i];
-  __syncthreads();
-  const int j = first_token + static_cast<int>(threadIdx.x);
-  if (j >= a.N) return;
-  float logit = 0.0f;
-  for (int w = 0; w < kTileRows / kHeldRows; ++w) logit += parts[w][threadIdx.x];
-  logits[head * a.N + j] = shared.position[threadIdx.x] == kNowhere ? -INFINITY : logit;
 }
 
 // Averages over the group and multiplies by |v|; the grid is (rows, parts of a row).
@@ -141,8 +147,8 @@ std::size_t expected_attention_score_workspace(const ExpectedAttentionScoreArgs&
 
 cudaError_t expected_attention_score(const ExpectedAttentionScoreArgs& args, void* workspace,
                                      cudaStream_t stream) {
-  if (!rows_fit(args) || args.D % 2 != 0 || args.Dh != args.D / 2 || args.Hkv < 1 ||
-      args.Hq % args.Hkv != 0 || args.n_future < 1) {
+  if (!rows_fit(args) || !tiles_fit(args.dtype, args.D) || args.D % 2 != 0 ||
+      args.Dh != args.D / 2 || args.Hkv < 1 || args.Hq % args.Hkv != 0 || args.n_future < 1) {
     return cudaErrorInvalidValue;
   }
   if (args.E == 0 || args.N == 0) return cudaSuccess;
@@ -161,8 +167,8 @@ cudaError_t expected_attention_score(const ExpectedAttentionScoreArgs& args, voi
                 stream, args, turns, means, moments);
   return with_float(args.dtype, [&](auto type) {
     using T = decltype(type);
-    KERNEL_LAUNCH((rate<T>), dim3(ceil_div(args.N, kTileTokens), args.Hq, args.E), kTileThreads, 0,
-                  stream, args, means, moments, logits);
+    KERNEL_LAUNCH_SHARED((rate<T>), dim3(ceil_div(args.N, tile_tokens(args.D)), args.Hkv, args.E),
+                         kTileThreads, tile_bytes(args.D), stream, args, means, moments, logits);
     sum_logits(logits, parts, heads, args.N, stream);
     merge_log_sums(parts, log_sums, heads, ceil_div(args.N, kChunk), stream);
     KERNEL_LAUNCH((weigh<T>), dim3(args.E * args.R, ceil_div(args.N, kRowThreads / lanes * 8)),

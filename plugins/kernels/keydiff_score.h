@@ -1,4 +1,5 @@
 // KeyDiffScore: keys unlike the mean key score high.
+// Keys are read twice: the mean of all comes first.
 #pragma once
 
 #include "types.h"

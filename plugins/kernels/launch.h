@@ -12,6 +12,14 @@
 #define KVSIFT_UNPAREN(...) __VA_ARGS__
 #define KERNEL_LAUNCH(kernel, grid, block, dynamic_bytes, stream, ...) \
   KVSIFT_UNPAREN kernel<<<(grid), (block), (dynamic_bytes), (stream)>>>(__VA_ARGS__)
+// With dynamic shared memory beyond the 48 KB in all that any launch may have.
+#define KERNEL_LAUNCH_SHARED(kernel, grid, block, dynamic_bytes, stream, ...)                \
+  do {                                                                                       \
+    cudaFuncSetAttribute(KVSIFT_UNPAREN kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, \
+                         static_cast<int>(dynamic_bytes));                                   \
+    KERNEL_LAUNCH(kernel, grid, block, dynamic_bytes, stream, __VA_ARGS__);                  \
+  } while (0)
+#define KVSIFT_ON_LOAD(address) ((void)0)
 #else
 #include "../cpu/cudacpu.h"
 #endif

@@ -6,49 +6,94 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The sum of the p greatest of n values, with a whole block; `sign` -1 takes the p least.
-__device__ float tail_sum(const float* values, int n, int p, float sign, SelectShared& shared,
-                          float* scratch) {
-  const auto rank = [=](int i) { return rank_of(sign * values[i]); };
-  const Threshold threshold = radix_select(n, p, rank, shared);
-  float sum = 0.0f, tied = 0.0f;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    if (rank(i) > threshold.rank) sum += values[i];
-    if (rank(i) == threshold.rank) tied = values[i];
-  }
-  // The tied values are one and the same.
-  tied = block_reduce(tied, scratch, [](float a, float b) { return a != 0.0f ? a : b; }, 0.0f);
-  return block_sum(sum, scratch) + threshold.ties * tied;
+// What a chunk of a memory's anomalies tells of their scale.
+struct Scale {
+  float least, greatest;
+  float top, bottom;  // sums of those above the upper threshold, and below the lower one
+};
+
+// How many anomalies of each memory are in a tail: wanted [rows, memories, 2]; a thread each.
+__global__ void __launch_bounds__(kThreads)
+    count_tails(NestedKVScoreArgs a, NestedSpace space, std::int64_t total) {
+  const std::int64_t t = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
+  if (t >= total) return;
+  const int n = space.counts[t / (2 * kMemories)];
+  space.find.wanted[t] = n > 0 ? tail_size(a.tail, n) : 0;
 }
 
-// Measures a memory's scale; the grid is (rows, memories).
-__global__ void __launch_bounds__(1024) measure(NestedKVScoreArgs a, NestedSpace space) {
-  __shared__ SelectShared shared;
+// The grid is (rows * memories, chunks).
+__global__ void __launch_bounds__(kThreads) measure_chunk(NestedKVScoreArgs a, NestedSpace space) {
   __shared__ float scratch[32];
-  const std::int64_t row = blockIdx.x;
-  const int n = space.counts[row];
-  if (n == 0) return;
-  const float* values = space.anomalies + (row * kMemories + blockIdx.y) * a.N;
-  float least = INFINITY, greatest = -INFINITY;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    least = fminf(least, values[i]);
-    greatest = fmaxf(greatest, values[i]);
+  const std::int64_t memory = blockIdx.x;
+  const int n = space.counts[memory / kMemories], first = blockIdx.y * kChunk;
+  const float* values = space.anomalies + memory * a.N;
+  unsigned upper = kForcedRank, lower = kForcedRank;
+  if (a.adaptive) {
+    upper = space.find.thresholds[memory * 2].rank;
+    lower = space.find.thresholds[memory * 2 + 1].rank;
   }
-  least = block_reduce(least, scratch, Min{}, INFINITY);
-  greatest = block_reduce(greatest, scratch, Max{}, -INFINITY);
+  Scale scale{INFINITY, -INFINITY, 0.0f, 0.0f};
+  for (int i = first + threadIdx.x; i < min(n, first + kChunk); i += kThreads) {
+    const float x = values[i];
+    scale.least = fminf(scale.least, x);
+    scale.greatest = fmaxf(scale.greatest, x);
+    if (rank_of(x) > upper) scale.top += x;
+    if (rank_of(-x) > lower) scale.bottom += x;
+  }
+  scale.least = block_reduce(scale.least, scratch, Min{}, INFINITY);
+  scale.greatest = block_reduce(scale.greatest, scratch, Max{}, -INFINITY);
+  scale.top = block_sum(scale.top, scratch);
+  scale.bottom = block_sum(scale.bottom, scratch);
+  if (threadIdx.x == 0) {
+    reinterpret_cast<Scale*>(space.parts)[memory * gridDim.y + blockIdx.y] = scale;
+  }
+}
+
+// Measures a memory's scale; a warp per row and memory. The ties of a tail are one and the same.
+__global__ void __launch_bounds__(kWarpSize)
+    measure(NestedKVScoreArgs a, NestedSpace space, int chunks) {
+  const std::int64_t memory = blockIdx.x;
+  const int n = space.counts[memory / kMemories];
+  const Scale* parts = reinterpret_cast<const Scale*>(space.parts) + memory * chunks;
+  Scale all{INFINITY, -INFINITY, 0.0f, 0.0f};
+  for (int c = threadIdx.x; c < chunks; c += kWarpSize) {
+    all.least = fminf(all.least, parts[c].least);
+    all.greatest = fmaxf(all.greatest, parts[c].greatest);
+    all.top += parts[c].top;
+    all.bottom += parts[c].bottom;
+  }
+  const float least = -warp_max(-all.least), greatest = warp_max(all.greatest);
+  float top = warp_sum(all.top), bottom = warp_sum(all.bottom);
+  if (threadIdx.x != 0 || n == 0) return;
   float difference = 0.0f;
   if (a.adaptive && greatest - least >= kFlat) {
-    const int p = tail_size(a.tail, n);
-    const float top = tail_sum(values, n, p, 1.0f, shared, scratch);
-    const float bottom = tail_sum(values, n, p, -1.0f, shared, scratch);
-    difference = (top - bottom) / (p * (greatest - least));
+    const Threshold upper = space.find.thresholds[memory * 2];
+    const Threshold lower = space.find.thresholds[memory * 2 + 1];
+    top += upper.ties * key_of(upper.rank);
+    bottom -= lower.ties * key_of(lower.rank);
+    difference = (top - bottom) / (tail_size(a.tail, n) * (greatest - least));
   }
-  if (threadIdx.x == 0) {
-    float* scale = space.scales + (row * kMemories + blockIdx.y) * 3;
-    scale[0] = least;
-    scale[1] = greatest;
-    scale[2] = difference;
+  float* scale = space.scales + memory * 3;
+  scale[0] = least;
+  scale[1] = greatest;
+  scale[2] = difference;
+}
+
+// Enqueues the scales of all memories.
+void measure_scales(const NestedKVScoreArgs& args, const NestedSpace& space, cudaStream_t stream) {
+  const std::int64_t memories = space.rows * kMemories;
+  const int chunks = ceil_div(args.N, kChunk);
+  if (args.adaptive) {
+    KERNEL_LAUNCH((count_tails),
+                  static_cast<unsigned>(ceil_div(2 * memories, std::int64_t{kThreads})), kThreads,
+                  0, stream, args, space, 2 * memories);
+    find_thresholds<Ranks::kTails>({space.anomalies, args.N, 2, space.counts, 2 * kMemories},
+                                   space.find, 2 * memories, kForcedRank, stream);
   }
+  KERNEL_LAUNCH((measure_chunk), dim3(static_cast<unsigned>(memories), chunks), kThreads, 0, stream,
+                args, space);
+  KERNEL_LAUNCH((measure), static_cast<unsigned>(memories), kWarpSize, 0, stream, args, space,
+                chunks);
 }
 
 // (x - least) / (greatest - least), 0 where the span says nothing.
@@ -157,11 +202,16 @@ NestedSpace space_of(const NestedKVScoreArgs& a, char* workspace, std::size_t& b
   const int shortest = a.block_min < a.block_max ? a.block_min : a.block_max;
   NestedSpace space{};
   space.rows = static_cast<std::int64_t>(rows);
+  if (a.continuum && a.adaptive) {
+    const std::int64_t tails = space.rows * kMemories * 2;
+    space.find = find_space(part(tails * kFindBytes / sizeof(float)), tails);
+  }
   space.blocks = ceil_div(a.N, shortest);
   space.counts = reinterpret_cast<int*>(part(rows));
   space.memories = reinterpret_cast<float*>(part(rows * (1 + space.blocks) * width));
   space.anomalies = reinterpret_cast<float*>(part(rows * kMemories * tokens));
   space.scales = reinterpret_cast<float*>(part(rows * kMemories * 3));
+  space.parts = reinterpret_cast<float*>(part(rows * kMemories * ceil_div(a.N, kChunk) * 4));
   space.surprise = reinterpret_cast<float*>(part(rows * ceil_div(a.N, kChunk) * 3));
   return space;
 }
@@ -189,7 +239,7 @@ cudaError_t nestedkv_score(const NestedKVScoreArgs& args, void* workspace, cudaS
   const unsigned rows = static_cast<unsigned>(space.rows);
   const dim3 chunks(rows, ceil_div(args.N, kChunk));
   if (args.continuum) {
-    KERNEL_LAUNCH((measure), dim3(rows, kMemories), row_threads(args.N), 0, stream, args, space);
+    measure_scales(args, space, stream);
     if (args.gate) KERNEL_LAUNCH((surprise), chunks, kThreads, 0, stream, args, space);
   }
   KERNEL_LAUNCH((blend), chunks, kThreads, 0, stream, args, space);

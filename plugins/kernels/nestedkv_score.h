@@ -22,6 +22,12 @@ KVSIFT_HD int tail_size(float share, int n) {
 
 // keys [B,Hkv,C,D], unit_ids [E,R,N], evict_slots [E]; score [E,R,N] with R = Hkv. Unit j is row j
 // of the slot; the valid units of a row come first. Skipped slots score -inf.
+//
+// Keys are read twice, since the memories of the whole row come before any comparison, and the
+// window - 1 keys before each span of 512 tokens once more, where its moving sum begins
+// afresh: 2.12 times in all with a window of 64. A window whose keys do not fit into 79 KB of
+// shared memory (beyond 213 keys of 128 elements in fp16, 115 in fp32) is read from the cache again
+// as it moves: up to 5 times in all.
 struct NestedKVScoreArgs : NestedKVScore::Attrs {
   const void* keys;
   const std::int32_t* unit_ids;

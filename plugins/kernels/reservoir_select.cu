@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kThreads)
 
 std::size_t reservoir_select_workspace(const ReservoirSelectArgs& a) {
   const std::size_t rows = std::size_t{1} * a.L * a.E * a.R;
-  return rows * (sizeof(unsigned) * a.N + sizeof(float) * ceil_div(a.N, kChunk));
+  return select_workspace(rows, a.N) +
+         rows * (sizeof(unsigned) * a.N + sizeof(float) * ceil_div(a.N, kChunk));
 }
 
 cudaError_t reservoir_select(const ReservoirSelectArgs& args, void* workspace,
@@ -69,7 +70,8 @@ cudaError_t reservoir_select(const ReservoirSelectArgs& args, void* workspace,
   if (args.block_size < 1 || args.n < 1) return cudaErrorInvalidValue;
   const std::int64_t rows = std::int64_t{args.L} * args.E * args.R;
   if (rows * args.N == 0) return cudaSuccess;
-  unsigned* ranks = static_cast<unsigned*>(workspace);
+  unsigned* ranks =
+      reinterpret_cast<unsigned*>(static_cast<char*>(workspace) + select_workspace(rows, args.N));
   float* sums = reinterpret_cast<float*>(ranks + rows * args.N);
   const unsigned blocks = static_cast<unsigned>(rows);
   if (args.normalize) {
@@ -80,7 +82,7 @@ cudaError_t reservoir_select(const ReservoirSelectArgs& args, void* workspace,
                 forcing(args), sums, ranks);
   return select_rows({ranks, args.score, args.unit_ids, args.budget, nullptr, args.keep,
                       args.keep_len, args.coverage, args.N, args.score_is_mass != 0},
-                     rows, stream);
+                     rows, workspace, stream);
 }
 
 }  // namespace kvsift::kernels

@@ -39,20 +39,38 @@ struct RowPart {
     for (int i = 0; i < kSize; ++i) x[i] = 0.0f;
   }
 
-  // Reads row `from`; nothing if it does not exist.
-  __device__ __forceinline__ void load(const T* from, bool exists, int D, int lanes) {
+  // Takes each 16 bytes of a row that piece(element) gives; nothing if the row does not exist.
+  template <class Piece>
+  __device__ __forceinline__ void load_pieces(bool exists, int D, int lanes, Piece piece) {
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int at = element(h * kVector<T>, lanes);
-      float part[kVector<T>];
-      if (exists && at < D) {
-        load16(from + at, part);
-      } else {
-        for (int i = 0; i < kVector<T>; ++i) part[i] = 0.0f;
-      }
+      float part[kVector<T>] = {};
+      if (exists && at < D) unpack16<T>(piece(at), part);
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) x[h * kVector<T> + i] = part[i];
     }
+  }
+
+  // Reads row `from`.
+  __device__ __forceinline__ void load(const T* from, bool exists, int D, int lanes) {
+    load_pieces(exists, D, lanes, [=](int at) { return load_raw(from + at); });
+  }
+
+  // Reads row `from` and keeps it in shared memory.
+  __device__ __forceinline__ void load_and_keep(const T* from, bool exists, int D, int lanes,
+                                                T* kept) {
+    load_pieces(exists, D, lanes, [=](int at) {
+      const uint4 raw = load_raw(from + at);
+      *reinterpret_cast<uint4*>(kept + at) = raw;
+      return raw;
+    });
+  }
+
+  // Reads a row from shared memory.
+  __device__ __forceinline__ void load_kept(const T* kept, bool exists, int D, int lanes) {
+    load_pieces(exists, D, lanes,
+                [=](int at) { return *reinterpret_cast<const uint4*>(kept + at); });
   }
 
   // Reads a row of floats.
@@ -62,6 +80,19 @@ struct RowPart {
       const int at = element(i, lanes);
       x[i] = at < D ? from[at] : 0.0f;
     }
+  }
+
+  __device__ __forceinline__ void store_floats(float* to, int D, int lanes) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int at = element(i, lanes);
+      if (at < D) to[at] = x[i];
+    }
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] *= factor;
   }
 
   // this += factor * other.

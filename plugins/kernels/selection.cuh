@@ -24,6 +24,15 @@ KVSIFT_HD unsigned rank_of(float key) {
   return bits.u & 0x80000000u ? ~bits.u : bits.u | 0x80000000u;
 }
 
+// The key of a rank that a finite key has.
+KVSIFT_HD float key_of(unsigned rank) {
+  const union {
+    unsigned u;
+    float f;
+  } bits = {rank & 0x80000000u ? rank & 0x7fffffffu : ~rank};
+  return bits.f;
+}
+
 // What makes a unit forced; the same members as in the Args of every selector.
 struct Forcing {
   const std::int32_t* tokens_seen;
@@ -57,7 +66,8 @@ __device__ __forceinline__ unsigned unit_rank(const Forcing& f, std::int64_t row
   return is_forced(f, static_cast<int>(row / f.R % f.E), id) ? kForcedRank : rank_of(key);
 }
 
-// The k highest ranks are those above `rank` and the first `ties` equal to it.
+// The k highest ranks are those above `rank` and the first `ties` equal to it. On the way there:
+// the bytes of it that are found, and how many ranks that begin so are needed.
 struct Threshold {
   unsigned rank;
   int ties;
@@ -83,47 +93,55 @@ __device__ __forceinline__ void count_digit(unsigned* bins, bool counts, unsigne
   }
 }
 
+// One byte further towards a threshold: `bins` counts the ranks that begin with `state.rank` by
+// their byte at `shift`, of which the state.ties highest are needed. Every thread of the block must
+// call it.
+__device__ __forceinline__ Threshold narrowed(const unsigned* bins, Threshold state, int shift,
+                                              SelectShared& s) {
+  const int lane = threadIdx.x;
+  if (lane < kWarpSize) {  // lane l holds the bins 255 - 8l and the seven below
+    int sum = 0;
+    for (int j = 0; j < 8; ++j) sum += bins[255 - 8 * lane - j];
+    int upto = sum;
+    for (int offset = 1; offset < kWarpSize; offset *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, upto, offset);
+      if (lane >= offset) upto += other;
+    }
+    int before = upto - sum;
+    if (before < state.ties && upto >= state.ties) {
+      int j = 0;
+      while (before + static_cast<int>(bins[255 - 8 * lane - j]) < state.ties) {
+        before += bins[255 - 8 * lane - j];
+        ++j;
+      }
+      s.rank = state.rank | static_cast<unsigned>(255 - 8 * lane - j) << shift;
+      s.need = state.ties - before;
+    }
+  }
+  __syncthreads();
+  return {s.rank, s.need};
+}
+
 // Finds the threshold of the k highest of n ranks (1 <= k <= n) with a whole block, whose threads
 // are a multiple of 32. `rank(i)` gives rank i.
 template <class Rank>
 __device__ Threshold radix_select(int n, int k, Rank rank, SelectShared& s) {
-  const int tid = threadIdx.x, lane = tid % kWarpSize, threads = blockDim.x;
-  unsigned found = 0, mask = 0;
-  int need = k;
+  const int tid = threadIdx.x, threads = blockDim.x;
+  unsigned mask = 0;
+  Threshold state{0, k};
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int i = tid; i < 256; i += threads) s.bins[i] = 0;
     __syncthreads();
     for (int base = 0; base < n; base += threads) {
       const int i = base + tid;
       const unsigned r = i < n ? rank(i) : 0;
-      count_digit(s.bins, i < n && (r & mask) == found, r >> shift & 255);
+      count_digit(s.bins, i < n && (r & mask) == state.rank, r >> shift & 255);
     }
     __syncthreads();
-    if (tid < kWarpSize) {  // lane l holds the bins 255 - 8l and the seven below
-      int sum = 0;
-      for (int j = 0; j < 8; ++j) sum += s.bins[255 - 8 * lane - j];
-      int upto = sum;
-      for (int offset = 1; offset < kWarpSize; offset *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, upto, offset);
-        if (lane >= offset) upto += other;
-      }
-      int before = upto - sum;
-      if (before < need && upto >= need) {
-        int j = 0;
-        while (before + static_cast<int>(s.bins[255 - 8 * lane - j]) < need) {
-          before += s.bins[255 - 8 * lane - j];
-          ++j;
-        }
-        s.rank = found | static_cast<unsigned>(255 - 8 * lane - j) << shift;
-        s.need = need - before;
-      }
-    }
-    __syncthreads();
-    found = s.rank;
-    need = s.need;
+    state = narrowed(s.bins, state, shift, s);
     mask |= 255u << shift;
   }
-  return {found, need};
+  return state;
 }
 
 // Adds up two small counts over the block's threads: before this one, and in all.
@@ -155,25 +173,30 @@ __device__ __forceinline__ Counts count_before(bool above, bool equal, SelectSha
   return before;
 }
 
-// Calls visit(i, chosen, position) for each of n ranks with a whole block: the chosen ones take the
-// positions from 0 on, in index order.
+// How far a choice has come: places taken, and ties still to take.
+struct Chosen {
+  int taken, ties;
+};
+
+// Calls visit(i, chosen, position) for each of the ranks [first, last) with a whole block: the
+// chosen ones take the next positions, in index order.
 template <class Rank, class Visit>
-__device__ void for_each_choice(int n, Threshold threshold, Rank rank, Visit visit,
-                                SelectShared& s) {
-  int taken = 0;
-  for (int base = 0; base < n; base += blockDim.x) {
+__device__ Chosen for_each_choice(int first, int last, unsigned limit, Chosen so_far, Rank rank,
+                                  Visit visit, SelectShared& s) {
+  for (int base = first; base < last; base += blockDim.x) {
     const int i = base + threadIdx.x;
-    const unsigned r = i < n ? rank(i) : 0;
-    const bool above = i < n && r > threshold.rank, equal = i < n && r == threshold.rank;
+    const unsigned r = i < last ? rank(i) : 0;
+    const bool above = i < last && r > limit, equal = i < last && r == limit;
     Counts total;
     const Counts before = count_before(above, equal, s, total);
-    const bool chosen = above || (equal && before.equal < threshold.ties);
-    const int position = taken + before.above + min(before.equal, threshold.ties);
-    if (i < n) visit(i, chosen, position);
-    const int ties = min(total.equal, threshold.ties);
-    taken += total.above + ties;
-    threshold.ties -= ties;
+    const bool chosen = above || (equal && before.equal < so_far.ties);
+    const int position = so_far.taken + before.above + min(before.equal, so_far.ties);
+    if (i < last) visit(i, chosen, position);
+    const int ties = min(total.equal, so_far.ties);
+    so_far.taken += total.above + ties;
+    so_far.ties -= ties;
   }
+  return so_far;
 }
 
 // How many of the row's n ranks are units, and how many of them forced.
@@ -196,7 +219,7 @@ __device__ __forceinline__ float coverage_of(float kept, float all) {
   return isfinite(all) && all != 0.0f ? kept / all : NAN;
 }
 
-// What a selector's tail reads and writes: rows of N, ranks in the workspace.
+// What a selector's tail reads and writes: rows of N.
 struct TailArgs {
   const unsigned* ranks;
   const float* score;
@@ -212,13 +235,18 @@ struct TailArgs {
 };
 
 // Enqueues the ranks [rows, N] of units whose keys are their scores.
-cudaError_t rank_scores(const Forcing& forcing, const float* score, const std::int32_t* ids,
-                        unsigned* ranks, int N, std::int64_t rows, cudaStream_t stream);
+void rank_scores(const Forcing& forcing, const float* score, const std::int32_t* ids,
+                 unsigned* ranks, int N, std::int64_t rows, cudaStream_t stream);
 
-// Enqueues the choice of each of `rows` rows.
-cudaError_t select_rows(const TailArgs& args, std::int64_t rows, cudaStream_t stream);
+// Bytes, a multiple of 8, that select_rows needs.
+std::size_t select_workspace(std::int64_t rows, int N);
+
+// Enqueues the choice of each of `rows` rows: one block does a short row, several a long one. The
+// results are the same, bit for bit.
+cudaError_t select_rows(const TailArgs& args, std::int64_t rows, void* workspace,
+                        cudaStream_t stream);
 
 // Threads of a block that handles a whole row of n.
-inline unsigned row_threads(int n) { return n <= 8 * kChunk ? 256 : 1024; }
+inline unsigned row_threads(std::int64_t n) { return n <= 8 * kChunk ? 256 : 1024; }
 
 }  // namespace kvsift::kernels

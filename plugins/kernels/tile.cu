@@ -24,13 +24,23 @@ __global__ void __launch_bounds__(kThreads) spread(SpreadArgs a, std::int64_t to
   a.rows[t] = sum * a.scale;
 }
 
+// A warp per row of parts: lanes take every 32nd, then pairs of lanes merge. What an empty part
+// adds changes no bit.
 __global__ void __launch_bounds__(kThreads)
     merge(const LogSum* parts, float* log_sums, std::int64_t n, int chunks) {
-  const std::int64_t t = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
-  if (t >= n) return;
+  const std::int64_t row = (blockIdx.x * std::int64_t{kThreads} + threadIdx.x) / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
   LogSum sum = empty_log_sum();
-  for (int c = 0; c < chunks; ++c) sum = merged(sum, parts[t * chunks + c]);
-  log_sums[t] = log_of(sum);
+  for (int c = lane; row < n && c < chunks; c += kWarpSize) {
+    sum = merged(sum, parts[row * chunks + c]);
+  }
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const LogSum other{__shfl_xor_sync(kAllLanes, sum.max, offset),
+                       __shfl_xor_sync(kAllLanes, sum.sum, offset)};
+    sum = merged(sum, other);
+  }
+  if (row < n && lane == 0) log_sums[row] = log_of(sum);
 }
 
 // Sums over a chunk of a row; the grid is (rows, chunks).
@@ -62,18 +72,15 @@ cudaError_t spread_queries(FloatType type, const SpreadArgs& args, cudaStream_t 
   });
 }
 
-cudaError_t sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N,
-                       cudaStream_t stream) {
+void sum_logits(const float* logits, LogSum* parts, std::int64_t rows, int N, cudaStream_t stream) {
   KERNEL_LAUNCH((chunk_log_sums), dim3(static_cast<unsigned>(rows), ceil_div(N, kChunk)), kThreads,
                 0, stream, N, logits, parts);
-  return cudaGetLastError();
 }
 
-cudaError_t merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
-                           cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(ceil_div(n, std::int64_t{kThreads}));
+void merge_log_sums(const LogSum* parts, float* log_sums, std::int64_t n, int chunks,
+                    cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(ceil_div(n, std::int64_t{kThreads / kWarpSize}));
   KERNEL_LAUNCH((merge), blocks, kThreads, 0, stream, parts, log_sums, n, chunks);
-  return cudaGetLastError();
 }
 
 }  // namespace kvsift::kernels

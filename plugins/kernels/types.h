@@ -11,8 +11,13 @@
 // queries, C capacity in tokens, N candidate units, R rows of scores, n draws, P pinned spans,
 // S tokens of a step. Keys, values, queries and the workspace are aligned to 16 bytes, and a head
 // takes a multiple of 16 bytes. An empty tensor launches nothing. A value that cannot be right
-// returns cudaErrorInvalidValue before anything is launched. What a request gets depends neither
-// on the other slots of the call nor on the launch, bit for bit.
+// returns cudaErrorInvalidValue before anything is launched. Heads have at most 512 elements where
+// queries meet keys, 1024 bytes elsewhere.
+//
+// A key or value is read once, by loads of 16 bytes; where a statistic of the row must come first,
+// twice (KeyDiffScore, NestedKVScore, and the softmax of WindowScore and AccumUpdate with many
+// queries; their headers say more). What a request gets depends neither on the other slots of the
+// call nor on the launch, bit for bit.
 #pragma once
 
 #include <cuda_runtime_api.h>

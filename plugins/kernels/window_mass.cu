@@ -21,29 +21,34 @@ Layout layout_of(const WindowMassArgs& a) {
 }
 
 // Units that a block scores: as many as fill a tile, at least one.
-KVSIFT_HD int units_per_block(int block_size) {
-  return block_size < kTileTokens ? kTileTokens / block_size : 1;
+KVSIFT_HD int units_per_block(int block_size, int D) {
+  return block_size < tile_tokens(D) ? tile_tokens(D) / block_size : 1;
 }
 
-// Merges the logits of a tile's row over the tokens of one unit into its sum so far.
-__device__ __forceinline__ LogSum unit_sum(const float* logit, int first, int last, LogSum sum) {
-  LogSum here = empty_log_sum();
-  for (int t = first; t < last; ++t) here.max = fmaxf(here.max, logit[t]);
-  if (here.max == -INFINITY) return sum;
-  for (int t = first; t < last; ++t) here.sum += expf(logit[t] - here.max);
-  return merged(sum, here);
+// log sum of exp(logit) over the tokens of one unit in a row of a tile.
+__device__ __forceinline__ float unit_log_sum(const float* logit, int first, int last) {
+  LogSum sum = empty_log_sum();
+  for (int t = first; t < last; ++t) sum.max = fmaxf(sum.max, logit[t]);
+  if (sum.max == -INFINITY) return -INFINITY;
+  for (int t = first; t < last; ++t) sum.sum += expf(logit[t] - sum.max);
+  return log_of(sum);
+}
+
+// log(exp(a) + exp(b)).
+__device__ __forceinline__ float log_added(float a, float b) {
+  return log_of(merged({a, a == -INFINITY ? 0.0f : 1.0f}, {b, b == -INFINITY ? 0.0f : 1.0f}));
 }
 
 // log sum of exp(logit) of each unit, unit_logs [E, heads, W, N]; the grid is (units, groups, E).
 template <class T>
-__global__ void __launch_bounds__(kTileThreads, 2)
+__global__ void __launch_bounds__(kTileThreads, 3)
     unit_log_sums(WindowMassArgs a, Layout layout, const float* queries, float* unit_logs) {
   __shared__ TileShared shared;
   __shared__ TileShares logits;  // -inf where a query does not see the token
-  __shared__ LogSum sums[kTileRows];
+  DYN_SHARED(float, key);
   const int g = blockIdx.y, e = blockIdx.z, slot = a.evict_slots[e], seen = a.tokens_seen[e];
   if (slot < 0) return;
-  const int per_block = units_per_block(a.block_size);
+  const int per_block = units_per_block(a.block_size, a.D);
   const int first_unit = blockIdx.x * per_block, units = min(per_block, a.N - first_unit);
   const std::int64_t head = std::int64_t{e} * layout.groups + g;
   const std::int64_t cache_row = std::int64_t{slot} * a.Hkv + g;
@@ -57,19 +62,21 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   const std::int32_t* ids = a.unit_ids + (std::int64_t{e} * a.R + (a.R > 1 ? g : 0)) * a.N;
   const int first_token = first_unit * a.block_size;  // below C, or the tile is not valid
   const int tokens = units * a.block_size;
+  unit_logs += head * layout.rows * a.N + first_unit;
 
-  for (int row = 0; row < layout.rows; row += kTileRows) {
-    if (threadIdx.x < kTileRows) sums[threadIdx.x] = empty_log_sum();
-    for (int offset = 0; offset < tokens; offset += kTileTokens) {
-      put_positions(shared, first_token + offset, [&](int t) {
-        const int unit = t / a.block_size;
-        if (t >= first_token + tokens || t >= a.C || ids[unit] < 0) return kNowhere;
-        const std::int64_t position =
-            static_cast<std::int64_t>(ids[unit]) * a.block_size + t % a.block_size;
-        return position < seen ? static_cast<int>(position) : kNowhere;
-      });
+  for (int offset = 0; offset < tokens; offset += tile_tokens(a.D)) {
+    put_positions(shared, a.D, first_token + offset, [&](int t) {
+      const int unit = t / a.block_size;
+      if (t >= first_token + tokens || t >= a.C || ids[unit] < 0) return kNowhere;
+      const std::int64_t position =
+          static_cast<std::int64_t>(ids[unit]) * a.block_size + t % a.block_size;
+      return position < seen ? static_cast<int>(position) : kNowhere;
+    });
+    load_keys(shared, in, key, first_token + offset);
+    for (int row = 0; row < layout.rows; row += kTileRows) {
       Held logit;
-      tile_products(shared, in, row, first_token + offset, logit);
+      tile_products(shared, in, key, row, logit);
+      __syncthreads();  // the logits before have been read
 #pragma unroll
       for (int r = 0; r < kHeldRows; ++r) {
         const int limit = causal.limit(row + held_row(r), layout.rows);
@@ -81,16 +88,12 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       }
       __syncthreads();
       for (int p = threadIdx.x; p < kTileRows * units; p += kTileThreads) {
-        const int r = p / units, u = p % units;
+        const int r = p / units, u = p % units, first = u * a.block_size;
         if (row + r >= layout.rows) continue;
-        const int first = u * a.block_size;
-        LogSum sum = offset ? sums[r] : empty_log_sum();
-        sum = unit_sum(logits[r], first, min(first + a.block_size, kTileTokens), sum);
-        if (tokens <= offset + kTileTokens) {
-          unit_logs[(head * layout.rows + row + r) * a.N + first_unit + u] = log_of(sum);
-        } else {
-          sums[r] = sum;  // one unit, longer than a tile
-        }
+        float sum = unit_log_sum(logits[r], first, min(first + a.block_size, tile_tokens(a.D)));
+        float* log = &unit_logs[std::int64_t{row + r} * a.N + u];
+        if (offset) sum = log_added(*log, sum);  // one unit, longer than a tile
+        *log = sum;
       }
     }
   }
@@ -126,13 +129,13 @@ __global__ void __launch_bounds__(kThreads)
 std::size_t window_mass_workspace(const WindowMassArgs& a) {
   const Layout layout = layout_of(a);
   const std::size_t rows = std::size_t{1} * a.E * layout.heads * a.W;
-  return rows * (sizeof(float) * (a.D + a.N) + sizeof(LogSum) * layout.chunks) + 16;
+  return rows * (sizeof(float) * (a.D + a.N) + sizeof(LogSum) * layout.chunks);
 }
 
 cudaError_t window_mass(const WindowMassArgs& args, void* workspace, cudaStream_t stream) {
   const Layout layout = layout_of(args);
   const bool per_head = static_cast<HeadReduce>(args.head_reduce) == HeadReduce::kPerHead;
-  if (!whole_loads(args.dtype, args.D) || args.block_size < 1 || args.Hkv < 1 ||
+  if (!tiles_fit(args.dtype, args.D) || args.block_size < 1 || args.Hkv < 1 ||
       args.R != (per_head ? args.Hkv : 1) || (!layout.averaged && args.Hq % args.Hkv != 0)) {
     return cudaErrorInvalidValue;
   }
@@ -148,10 +151,11 @@ cudaError_t window_mass(const WindowMassArgs& args, void* workspace, cudaStream_
                                       layout.groups, scale, layout.averaged},
                                      stream);
   if (error != cudaSuccess) return error;
-  const dim3 tiles(ceil_div(args.N, units_per_block(args.block_size)), layout.groups, args.E);
+  const dim3 tiles(ceil_div(args.N, units_per_block(args.block_size, args.D)), layout.groups,
+                   args.E);
   error = with_float(args.dtype, [&](auto type) {
-    KERNEL_LAUNCH((unit_log_sums<decltype(type)>), tiles, kTileThreads, 0, stream, args, layout,
-                  queries, unit_logs);
+    KERNEL_LAUNCH_SHARED((unit_log_sums<decltype(type)>), tiles, kTileThreads, tile_bytes(args.D),
+                         stream, args, layout, queries, unit_logs);
   });
   if (error != cudaSuccess) return error;
   sum_logits(unit_logs, parts, static_cast<std::int64_t>(rows), args.N, stream);

@@ -44,20 +44,19 @@ struct Head {
   }
 };
 
-// parts [E, Hkv, rows, chunks]; the grid is (chunks, tiles of rows, E * Hkv).
+// parts [E, Hkv, rows, chunks]; the grid is (chunks, Hkv, E).
 template <class T>
 __global__ void __launch_bounds__(kTileThreads, 3)
     token_log_sums(WindowScoreArgs a, const float* queries, LogSum* parts, float* kept) {
   __shared__ TileShared shared;
-  const int e = blockIdx.z / a.Hkv, g = blockIdx.z % a.Hkv;
+  DYN_SHARED(float, key);
+  const int g = blockIdx.y, e = blockIdx.z, first = blockIdx.x * kTileChunk;
   if (a.evict_slots[e] < 0) return;
   const Head<T> head(a, queries, e, g);
-  const int first = blockIdx.x * kChunk, last = min(a.N, first + kChunk);
-  LogSum* out = parts + std::int64_t{blockIdx.z} * head.in.rows * gridDim.x + blockIdx.x;
   row_log_sums(
-      shared, head.in, head.causal, head.kept(kept, e, g), blockIdx.y * kTileRows, first, last,
-      [&](int t) { return head.position(t); },
-      [&](int row, LogSum sum) { out[row * gridDim.x] = sum; });
+      shared, head.in, key, head.causal, head.kept(kept, e, g), first, min(a.N, first + kTileChunk),
+      [&](int t) { return head.position(t); }, [](int) { return 0; },
+      parts + (std::int64_t{e} * a.Hkv + g) * head.in.rows * gridDim.x + blockIdx.x, gridDim.x);
 }
 
 // What the window pays to each token: paid [E, Hq, N]; the grid is (tiles of tokens, Hkv, E).
@@ -66,26 +65,29 @@ __global__ void __launch_bounds__(kTileThreads, 3)
     pay(WindowScoreArgs a, const float* queries, const float* log_sums, float* kept, float* paid) {
   __shared__ TileShared shared;
   __shared__ TileShares shares;
-  const int g = blockIdx.y, e = blockIdx.z, first_token = blockIdx.x * kTileTokens;
+  DYN_SHARED(float, key);
+  const int tokens = tile_tokens(a.D), token = threadIdx.x;
+  const int g = blockIdx.y, e = blockIdx.z, first_token = blockIdx.x * tokens;
   if (a.evict_slots[e] < 0) return;
   const Head<T> head(a, queries, e, g);
+  const KeptLogits logits = head.kept(kept, e, g);
   const int rows = head.in.rows;
   const Reduce kind = static_cast<Reduce>(a.window_reduce);
   const float factor = kind == Reduce::kMean ? 1.0f / a.W : 1.0f;
   log_sums += (std::int64_t{e} * a.Hkv + g) * rows;
   paid += (std::int64_t{e} * a.Hq + g * (a.Hq / a.Hkv)) * a.N;
 
-  put_positions(shared, first_token, [&](int t) { return head.position(t); });
-  const int token = threadIdx.x;
-  const bool older = shared.position[token] < head.seen - a.W;
+  put_positions(shared, a.D, first_token, [&](int t) { return head.position(t); });
+  if (!logits.at) load_keys(shared, head.in, key, first_token);
+  const bool mine = token < tokens && first_token + token < a.N;
+  const bool older = mine && shared.position[token] < head.seen - a.W;
   float sum = 0.0f;
   for (int row = 0; row < rows; row += kTileRows) {
-    tile_shares(shared, head.in, head.causal, head.kept(kept, e, g), log_sums, row, first_token,
-                shares);
-    for (int r = 0; r < kTileRows && row + r < rows; ++r) {
+    tile_shares(shared, head.in, key, head.causal, logits, log_sums, row, first_token, shares);
+    for (int r = 0; mine && r < kTileRows && row + r < rows; ++r) {
       const int w = (row + r) % a.W;
       sum = w == 0 ? shares[r][token] : reduced(kind, sum, shares[r][token]);
-      if (w < a.W - 1 || first_token + token >= a.N) continue;
+      if (w < a.W - 1) continue;
       paid[std::int64_t{(row + r) / a.W} * a.N + first_token + token] = older ? sum * factor : 0.0f;
     }
   }
@@ -124,7 +126,7 @@ Space space_of(const WindowScoreArgs& a) {
   return {rows,
           rows * a.D,
           rows,
-          rows * ceil_div(a.N, kChunk),
+          rows * ceil_div(a.N, kTileChunk),
           std::size_t{1} * a.E * a.Hq * a.N,
           keeps ? rows * a.N : 0};
 }
@@ -134,17 +136,20 @@ Space space_of(const WindowScoreArgs& a) {
 std::size_t window_score_workspace(const WindowScoreArgs& a) {
   const Space space = space_of(a);
   return sizeof(LogSum) * space.parts +
-         sizeof(float) * (space.queries + space.log_sums + space.paid + space.kept);
+         sizeof(float) *
+             (space.queries + space.log_sums + space.paid +
+              std::size_t{1} * a.E * a.N * most_kept_rows(a.dtype, a.Hq * a.W, a.Hkv, a.D));
 }
 
 cudaError_t window_score(const WindowScoreArgs& args, void* workspace, cudaStream_t stream) {
-  if (!whole_loads(args.dtype, args.D) || args.Hkv < 1 || args.Hq % args.Hkv != 0 ||
+  if (!tiles_fit(args.dtype, args.D) || args.Hkv < 1 || args.Hq % args.Hkv != 0 ||
       args.R != (args.shared ? 1 : args.Hkv) || args.pool_size < 1 || args.pool_size % 2 == 0) {
     return cudaErrorInvalidValue;
   }
   if (args.E == 0 || args.N == 0 || args.W == 0) return cudaSuccess;
   const Space space = space_of(args);
-  const int chunks = ceil_div(args.N, kChunk), rows = args.Hq / args.Hkv * args.W;
+  const int chunks = ceil_div(args.N, kTileChunk);
+  const std::size_t bytes = tile_bytes(args.D);
   float* queries = static_cast<float*>(workspace);
   LogSum* parts = reinterpret_cast<LogSum*>(queries + space.queries);
   float* log_sums = reinterpret_cast<float*>(parts + space.parts);
@@ -157,11 +162,11 @@ cudaError_t window_score(const WindowScoreArgs& args, void* workspace, cudaStrea
   if (error != cudaSuccess) return error;
   error = with_float(args.dtype, [&](auto type) {
     using T = decltype(type);
-    const dim3 grid(chunks, ceil_div(rows, kTileRows), args.E * args.Hkv);
-    KERNEL_LAUNCH((token_log_sums<T>), grid, kTileThreads, 0, stream, args, queries, parts, kept);
+    KERNEL_LAUNCH_SHARED((token_log_sums<T>), dim3(chunks, args.Hkv, args.E), kTileThreads, bytes,
+                         stream, args, queries, parts, kept);
     merge_log_sums(parts, log_sums, static_cast<std::int64_t>(space.rows), chunks, stream);
-    KERNEL_LAUNCH((pay<T>), dim3(ceil_div(args.N, kTileTokens), args.Hkv, args.E), kTileThreads, 0,
-                  stream, args, queries, log_sums, kept, paid);
+    KERNEL_LAUNCH_SHARED((pay<T>), dim3(ceil_div(args.N, tile_tokens(args.D)), args.Hkv, args.E),
+                         kTileThreads, bytes, stream, args, queries, log_sums, kept, paid);
   });
   if (error != cudaSuccess) return error;
   KERNEL_LAUNCH((pool), dim3(ceil_div(args.N, kThreads), args.R, args.E), kThreads, 0, stream, args,

@@ -7,6 +7,10 @@ namespace kvsift::kernels {
 
 // q_window [E,W,Hq*D], keys [B,Hkv,C,D], unit_ids [E,R,N], tokens_seen [E], evict_slots [E];
 // score [E,R,N]. R is 1 if shared, else Hkv. Skipped slots score -inf.
+//
+// Keys are read once where a token's logits, written and read again, take no more bytes than its
+// key (8 * W * Hq / Hkv <= D * size: tova), else twice: what a query pays to a token needs the log
+// sum of its row, and the logits of all queries would move more bytes than the keys do.
 struct WindowScoreArgs : WindowScore::Attrs {
   const void* q_window;
   const void* keys;
