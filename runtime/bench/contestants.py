@@ -94,12 +94,15 @@ class Ours:
         return Run(results[0].timings.ttft_s, itl, rows, self._evictions(len(prompt), len(itl)))
 
     def _evictions(self, prompt: int, steps: int) -> list[bool]:
-        """Return which decode steps evict: a row is full each time an interval has been added."""
+        """Return which decode steps evict.
+
+        A row is full one interval beyond its budget, in which a partial unit counts as a whole.
+        """
         policy = self.engine.manifest.policy
         if not policy.in_decode or self.density >= 1:
             return []
-        partial = prompt % policy.block_size
-        return [(partial + i) % policy.decode_interval == 0 for i in range(1, steps + 1)]
+        partial, interval = prompt % policy.block_size, policy.decode_interval
+        return [i >= interval and (partial + i) % interval == 0 for i in range(1, steps + 1)]
 
 
 @dataclass
