@@ -259,7 +259,8 @@ def _windows(
     size = policy.window + 1
     features = config.num_layers * window_features(config, policy)
     seen = g.op("Unsqueeze", named[names.TOKENS_SEEN], g.const([1]))
-    back = g.const(np.arange(-policy.window, 0), np.int32)
+    # Position seen - W + i lies in row (seen - W + i) mod (W + 1), which is (seen + 1 + i) mod.
+    back = g.const(np.arange(1, size), np.int32)
     row = g.op("Mod", g.op("Add", seen, back), g.const(size, np.int32))
     slots = g.op("Max", named[names.EVICT_SLOTS], g.const(0, np.int32))
     start = g.op("Unsqueeze", g.op("Mul", slots, g.const(size, np.int32)), g.const([1]))

@@ -72,7 +72,8 @@ APPEND = layer("PluginV3", "past_key.0", "present_key.0")
 
 @pytest.mark.parametrize("aliases", [None, {}, {after: before for before, after in PAIRS}])
 def test_a_good_engine_passes(plan: Any, aliases: dict[str, str | None] | None) -> None:
-    check(plan, engine([APPEND, layer("Reformat", "a", "b")], aliases))
+    small = [layer("Reformat", "a", "b"), layer("Reformat", "q_ring_in", "c")]
+    check(plan, engine([APPEND, *small], aliases))
 
 
 def test_another_alias_is_refused(plan: Any) -> None:

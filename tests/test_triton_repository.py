@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from commands import is_error, kvsift
 from engines import Engines
 
@@ -15,6 +18,7 @@ from kvsift.builder.errors import UsageError
 from kvsift.runtime.triton import repository
 from kvsift.runtime.triton.config import Settings, config_text
 from kvsift.runtime.triton.fields import INPUTS, OUTPUTS
+from kvsift.runtime.triton.metrics import FAMILIES
 from kvsift.runtime.triton.repository import write_repository
 from kvsift.runtime.triton.requests import NoPromptError, parse, tensors
 from kvsift.runtime.triton.server import TritonServer, bundled
@@ -191,3 +195,35 @@ def test_without_the_server_its_fix_is_named(
     with pytest.raises(UsageError, match="no Triton Inference Server"):
         TritonServer(tmp_path)
     is_error(kvsift("tritonserver", tmp_path / "none"), 2, "no model repository")
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "triton.md").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_every_input_output_and_metric() -> None:
+    for field in (*INPUTS, *OUTPUTS):
+        kind = f"{field.dtype}{' list' if field.many else ''}"
+        assert f"| `{field.name}` | {kind} | {field.meaning} |\n" in PAGE
+    for family in FAMILIES:
+        assert f"| `{family.name}` | {family.kind.lower()} | {family.meaning} |\n" in PAGE
+    rows = re.findall(r"^\| `(\w+)` \| (?:[A-Z]+\d*|counter|gauge|histogram)", PAGE, re.MULTILINE)
+    assert len(rows) == len(INPUTS) + len(OUTPUTS) + len(FAMILIES)
+
+
+def test_the_manifest_is_a_deployment_and_a_service_that_fit() -> None:
+    text = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert text
+    deployment, service = yaml.safe_load_all(text[1])
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    labels = pod["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+    command = container["livenessProbe"]["exec"]["command"][-1]
+    with pytest.raises(NoPromptError, match="text_input"):
+        asked(**json.loads(command.split("'")[1]))
+    assert "grep -q text_input" in command
