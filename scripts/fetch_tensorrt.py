@@ -16,6 +16,7 @@ Prints the directory. What is there already is not fetched again.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -76,10 +77,15 @@ def fetch(what: str, root: Path) -> Path:
             for path in unpacked.rglob("*.pyi"):
                 path.write_text(repaired(path.read_text()))
             # Renamed when complete: an interrupted download leaves nothing that looks done.
-            shutil.rmtree(target, ignore_errors=True)
             root.mkdir(parents=True, exist_ok=True)
-            shutil.move(unpacked, root / f"{what}.part")
-            (root / f"{what}.part").rename(target)
+            part = root / f"{what}.{os.getpid()}.part"
+            shutil.move(unpacked, part)
+            if not (target / folder / proof).is_file():  # another process may have been faster
+                shutil.rmtree(target, ignore_errors=True)
+            try:
+                part.rename(target)
+            except OSError:
+                shutil.rmtree(part)
     if not (target / folder / proof).is_file():
         raise SystemExit(f"{proof} is not in {' '.join(WHEELS[what])}")
     return (target / folder).resolve()

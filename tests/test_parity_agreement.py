@@ -29,7 +29,7 @@ def sides(engines: Engines) -> tuple[Lab, list[Variant], KvpressPeer]:
     torch.set_num_threads(1)
     model = engines.model("tiny")
     specs = list(SHARED.values())
-    lab, variants = builds.prepare(engines.root / "agreement", model, 700, specs, 1)
+    lab, variants = builds.prepare(engines.root / "agreement", model, 700, specs, 1, 5)
     source = open_model(model)
     tensors = {name: source.tensor(name) for name in tensor_shapes(source.config)}
     return lab, variants, KvpressPeer(lab.manifest, tensors, 1)

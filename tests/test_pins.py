@@ -44,23 +44,23 @@ def test_pins_are_the_tokens_of_the_contents(engines: Engines, source: Any, role
 
 
 def test_a_pinned_role_survives(engines: Engines) -> None:
-    llm = LLM(engines.package("nexus", options={"block_size": 8}), threads=1)
+    engine = engine_of(engines, "nexus")
     filler = "the rain in spain stays mainly in the plain " * 10
     talk = [
         {"role": "user", "content": filler},
         {"role": "system", "content": "remember the number four"},
         {"role": "user", "content": filler},
     ]
-    asked = [
-        llm.chat_request(talk, SamplingParams(max_tokens=1),
-                         EvictionParams(density=0.2, min_budget_tokens=0), pin_roles=roles)
-        for roles in ((), ("system",))
-    ]  # fmt: skip
-    llm.close()  # its engine is driven by hand from here
+    evict = EvictionParams(density=0.2, min_budget_tokens=0)
+    with LLM(engine.directory, threads=1) as llm:
+        asked = [
+            llm.chat_request(talk, SamplingParams(max_tokens=1), evict, pin_roles=roles)
+            for roles in ((), ("system",))
+        ]
     (start, end) = asked[1].eviction.pin[0]
     for r, all_there in zip(asked, (False, True), strict=True):
-        sequence = llm.engine.prepare(0, r)
-        reading = llm.engine.begin(sequence, 0)
+        sequence = engine.prepare(0, r)
+        reading = engine.begin(sequence, 0)
         while reading.step() is None:
             pass
         held = set(sequence.slot.ids.ravel().tolist())

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from names_used import names_used
 from plugin_host import tensorrt
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +20,12 @@ FILES = sorted((*ROOT.glob("builder/**/*.py"), *ROOT.glob("runtime/**/*.py")))
 TENSORRT = [p for p in FILES if "import tensorrt as trt" in p.read_text()]
 CUDA = [p for p in FILES if "from cuda.bindings import runtime" in p.read_text()]
 MODULES = {"rtx": "tensorrt_rtx_bindings", "lean11": "tensorrt_lean_bindings"}
+
+
+def names_used(file: Path, module: str) -> list[str]:
+    from names_used import names_used  # needs mypy, which the environment of parity has not
+
+    return names_used(file, tensorrt("stubs"), module)
 
 
 def missing(part: str, module: str, names: list[str]) -> list[str]:
@@ -40,7 +45,7 @@ def missing(part: str, module: str, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("file", TENSORRT, ids=lambda p: str(p.relative_to(ROOT)))
 def test_tensorrt_names_exist(file: Path) -> None:
-    names = names_used(file, tensorrt("stubs"), "used")
+    names = names_used(file, "used")
     assert "Runtime.deserialize_cuda_engine" in names  # both parts of the product load engines
     kinds = sorted({name.partition(".")[0] for name in names})
     known = 0
@@ -88,7 +93,7 @@ def test_a_wrong_name_is_found(tmp_path: Path) -> None:
         "    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)\n"
         "    config.set_preview_feather(trt.PreviewFeature.ALIASED, True)\n"
     )
-    names = names_used(file, tensorrt("stubs"), "wrong")
+    names = names_used(file, "wrong")
     wrong = ["IBuilderConfig.set_preview_feather", "PreviewFeature.ALIASED"]
     assert set(wrong) < set(names)
     assert missing("rtx", MODULES["rtx"], names) == wrong

@@ -9,9 +9,11 @@ import numpy as np
 
 from kvsift.runtime.evaluation import greedy, report
 from kvsift.runtime.evaluation.fidelity import Reference
-from kvsift.runtime.evaluation.kvpress_peer import KvpressPeer
+from kvsift.runtime.evaluation.kvpress_peer import Continuation, KvpressPeer
+from kvsift.runtime.evaluation.kvpress_peer import greedy as kvpress_greedy
 from kvsift.runtime.evaluation.lab import Lab
 from kvsift.runtime.evaluation.ruler import Question, Task, score
+from kvsift.runtime.evaluation.ruler_run import Job, batches
 from kvsift.runtime.evaluation.texts import Sample
 from kvsift.runtime.evaluation.variants import Variant
 
@@ -58,22 +60,48 @@ def ruler(
 ) -> list[Record]:
     """Return RULER's score of both sides' answers, `score` and `score_kvpress`."""
     prompt = (*sample.context, *sample.question)
-    first, other_first = lab.read(prompt), peer.read(prompt)
+    first, other_first = lab.read(prompt), int(peer.read(prompt).argmax())
     ends = set(lab.manifest.model.eos_token_ids)
-    records = []
-    for variant in variants:
-        for density in densities:
-            slot = lab.evict(variant, lab.budget(variant.policy, density), 0)
-            kept = round(slot.rows_held)
-            begun = greedy.begin(variant, slot, first)
-            mine = greedy.decode(lab, [begun], max_tokens)[0]
-            rest = peer.evict(variant.name, kept)
-            made = rest.greedy(int(other_first.argmax()), ends, max_tokens)
-            other = str(lab.tokenizer.decode(made))
+    jobs = [Job(variant, density, 0) for variant in variants for density in densities]
+    records: dict[tuple[str, float], Record] = {}
+    for batch in batches(lab, jobs):
+        slots = [
+            lab.evict(job.variant, lab.budget(job.variant.policy, job.density), 0, index)
+            for index, job in enumerate(batch)
+        ]
+        kept = [round(slot.rows_held) for slot in slots]
+        begun = [greedy.begin(j.variant, s, first) for j, s in zip(batch, slots, strict=True)]
+        texts = greedy.decode(lab, begun, max_tokens)
+        theirs = _others(lab, peer, batch, kept, other_first, ends, max_tokens)
+        for job, rows, mine, other in zip(batch, kept, texts, theirs, strict=True):
             values = (score(task, text, sample.answers) for text in (mine, other))
-            record = _record(variant, density, kept, "score", *values)
-            records.append(record | {"answer": mine, "answer_kvpress": other})
-    return records
+            record = _record(job.variant, job.density, rows, "score", *values)
+            records[job.key] = record | {"answer": mine, "answer_kvpress": other}
+    return [records[job.key] for job in jobs]
+
+
+def _others(
+    lab: Lab,
+    peer: KvpressPeer,
+    jobs: Sequence[Job],
+    kept: Sequence[int],
+    first: int,
+    ends: set[int],
+    max_tokens: int,
+) -> list[str]:
+    """Return kvpress' answers; a press that masks holds its mask in the model, so it goes alone."""
+    made: dict[tuple[str, float], list[int]] = {}
+    waiting: dict[tuple[str, float], Continuation] = {}
+    for job, rows in zip(jobs, kept, strict=True):
+        rest = peer.evict(job.variant.name, rows)
+        if rest.single:
+            made[job.key] = rest.greedy(first, ends, max_tokens)[0]
+        else:
+            waiting[job.key] = rest
+    peer.unmask()
+    answers = kvpress_greedy(list(waiting.values()), first, ends, max_tokens)
+    made |= dict(zip(waiting, answers, strict=True))
+    return [str(lab.tokenizer.decode(made[job.key])) for job in jobs]
 
 
 def _record(

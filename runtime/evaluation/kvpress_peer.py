@@ -107,6 +107,11 @@ class KvpressPeer:
         logits: Floats = out.logits[0, -1].numpy()
         return logits
 
+    def unmask(self) -> None:
+        """Let the model forget what a press has masked."""
+        for layer in self._layers:
+            layer.module.masked_key_indices = None
+
     def evict(self, name: str | None, kept: int) -> Continuation:
         """Return what a press leaves of the prompt at `kept` tokens per head; None: everything."""
         torch, cache, single = self._torch, self._new_cache(), False
@@ -116,8 +121,8 @@ class KvpressPeer:
             share = (kept if hasattr(press, "beta") else kept + 0.5) / self._tokens
             press.compression_ratio = 1 - share
         lengths = set()
+        self.unmask()
         for i, layer in enumerate(self._layers):
-            layer.module.masked_key_indices = None
             keys, values = layer.keys, layer.values
             if press is not None:
                 with torch.inference_mode():
@@ -132,32 +137,67 @@ class KvpressPeer:
         return Continuation(torch, self._model, cache, self._tokens, single or len(lengths) > 1)
 
 
+def greedy(rests: Sequence[Continuation], first: int, ends: set[int], most: int) -> list[list[int]]:
+    """Return the greedy tokens of several caches, of which those of one length go together."""
+    made: list[list[int]] = [[] for _ in rests]
+    for rows in dict.fromkeys(rest.rows for rest in rests):
+        at = [i for i, rest in enumerate(rests) if rest.rows == rows]
+        answers = Continuation.join([rests[i] for i in at]).greedy(first, ends, most)
+        for i, tokens in zip(at, answers, strict=True):
+            made[i] = tokens
+    return made
+
+
 class Continuation:
     """A cache that goes on at the prompt's true length; `single`: one token at a time."""
 
     def __init__(self, torch: Any, model: Any, cache: Any, tokens: int, single: bool) -> None:
         self._torch, self._model, self._cache = torch, model, cache
-        self._seen, self._single = tokens, single
+        self._seen, self.single = tokens, single
+
+    @classmethod
+    def join(cls, rests: Sequence[Continuation]) -> Continuation:
+        """Return the caches of equal length as one of a batch."""
+        one = rests[0]
+        torch, cache = one._torch, type(one._cache)()
+        for i in range(len(one._cache.layers)):
+            layers = [rest._cache.layers[i] for rest in rests]
+            cache.update(
+                torch.cat([x.keys for x in layers]), torch.cat([x.values for x in layers]), i
+            )
+        return cls(torch, one._model, cache, one._seen, False)
 
     def force(self, tokens: Sequence[int]) -> Floats:
         """Append known tokens; return their logits [S, V]."""
-        parts = [[t] for t in tokens] if self._single else [list(tokens)]
+        parts = [[t] for t in tokens] if self.single else [list(tokens)]
         return np.concatenate([self._step(part) for part in parts])
 
-    def greedy(self, first: int, ends: set[int], most: int) -> list[int]:
-        """Return the greedy tokens from `first` on, to an end token or `most` of them."""
-        made = [first]
-        while len(made) < most and made[-1] not in ends:
-            made.append(int(self._step(made[-1:])[-1].argmax()))
+    @property
+    def rows(self) -> int:
+        """Tokens per head that the cache holds."""
+        return int(self._cache.layers[0].keys.shape[2])
+
+    def greedy(self, first: int, ends: set[int], most: int) -> list[list[int]]:
+        """Return the greedy tokens of each sequence from `first` on, to an end or `most` tokens."""
+        torch = self._torch
+        made = [[first] for _ in range(self._cache.layers[0].keys.shape[0])]
+        while any(len(m) < most and m[-1] not in ends for m in made):
+            logits = self._run(torch.tensor([m[-1:] for m in made]))
+            for tokens, row in zip(made, logits[:, -1].argmax(-1), strict=True):
+                if len(tokens) < most and tokens[-1] not in ends:
+                    tokens.append(int(row))
         return made
 
     def _step(self, tokens: list[int]) -> Floats:
-        torch = self._torch
-        positions = torch.arange(self._seen, self._seen + len(tokens))[None]
-        self._seen += len(tokens)
-        with torch.inference_mode():
-            out = self._model(
-                torch.tensor([tokens]), past_key_values=self._cache, position_ids=positions
-            )
-        logits: Floats = out.logits[0].numpy()
+        logits: Floats = self._run(self._torch.tensor([tokens]))[0].numpy()
         return logits
+
+    def _run(self, ids: Any) -> Any:
+        """Append ids [B, S]; return logits [B, S, V]."""
+        torch = self._torch
+        batch, size = ids.shape
+        positions = torch.arange(self._seen, self._seen + size)[None].expand(batch, size)
+        self._seen += size
+        with torch.inference_mode():
+            out = self._model(ids, past_key_values=self._cache, position_ids=positions)
+        return out.logits

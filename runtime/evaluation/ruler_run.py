@@ -27,6 +27,11 @@ class Job:
     density: float
     seed: int
 
+    @property
+    def key(self) -> tuple[str, float]:
+        """The variant's name and the density."""
+        return self.variant.name, self.density
+
 
 def jobs(
     variants: Sequence[Variant], densities: Sequence[float], seeds: int, index: int
@@ -55,7 +60,7 @@ def measure(
     prompt = (*sample.context, *sample.question) if query_aware else sample.context
     first = lab.read(prompt)
     records = []
-    for batch in _batches(lab, every):
+    for batch in batches(lab, every):
         slots = [
             lab.evict(job.variant, lab.budget(job.variant.policy, job.density), job.seed, index)
             for index, job in enumerate(batch)
@@ -80,7 +85,7 @@ def measure(
     return sorted(records, key=lambda r: order[r["variant"], r["density"], r["seed"]])
 
 
-def _batches(lab: Lab, every: Sequence[Job]) -> Iterator[list[Job]]:
+def batches(lab: Lab, every: Sequence[Job]) -> Iterator[list[Job]]:
     """Yield as many jobs of one stage as there are slots."""
     stages = {id(lab.stage(j.variant.policy)) for j in every}
     for stage in stages:

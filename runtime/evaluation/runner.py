@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 import time
@@ -119,7 +120,9 @@ def write_reports(
 
 
 def write(out: Path, title: str, content: Record, text: str) -> None:
-    """Write `<title>.json` and `<title>.md`."""
+    """Write `<title>.json`, with the date, and `<title>.md`."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    content = {**content, "date": now}
     (out / f"{title}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (out / f"{title}.md").write_text(text, encoding="utf-8")
 

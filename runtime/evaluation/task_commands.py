@@ -179,7 +179,9 @@ def agreement_command(
     Example: kvsift eval agreement --samples 32 --out results
     """
     specs = suites.pick(list(kvpress_peer.SHARED.values()), variant)
-    lab, variants = builds.prepare(out, model, prompt + max(follow, 64), specs, threads)
+    slots = 1 if task is None else len(specs) * len(density)
+    room = prompt + max(follow, 64)
+    lab, variants = builds.prepare(out, model, room, specs, threads, slots)
     peer = kvpress_peer.KvpressPeer(lab.manifest, builds.tensors(model), threads or 2)
     settings = {"prompt": prompt, "densities": density} | builds.recorded(lab, variants)
     if task is None:

@@ -1,0 +1,142 @@
+"""Put the results of `kvsift eval` and `kvsift bench` into docs/benchmarks.md, between its marks.
+
+Usage: python scripts/update_benchmarks.py RESULTS_DIR ... Each result that is found in one of the
+directories replaces what stands between `<!-- NAME -->` and `<!-- end NAME -->`; plots go to
+docs/figures. What is not found stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvsift.runtime.bench import sweep_report
+from kvsift.runtime.evaluation import agreement, report, ruler_run, sessions, suites
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+FIGURES = ROOT / "docs" / "figures"
+Found = dict[str, Any]
+
+
+def fidelity(found: Found) -> str:
+    columns = _columns(found, "kl")
+    head = (
+        f"KL to the full cache in nats over the next {found['settings']['follow']} tokens, prompts "
+        f"of {found['settings']['prompt']} tokens, {_counts(found)}, standard errors over samples."
+    )
+    agreed = _columns(found, "agreement")
+    return "\n\n".join(
+        (
+            head,
+            report.overview(columns),
+            "Paired differences to `nexus`; below zero is nearer to the full cache:",
+            report.differences(columns, "nexus"),
+            "Share of positions at which the likeliest token is that of the full cache:",
+            report.overview(agreed),
+        )
+    )
+
+
+def ablate(found: Found) -> str:
+    columns = _columns(found, "kl")
+    head = f"KL in nats, a minus b (below zero: a is nearer to the full cache), {_counts(found)}."
+    tables = []
+    for question, pairs in suites.CONTRASTS.items():
+        table = report.contrast_table(columns, pairs)
+        if table:
+            tables.append(f"{question[:1].upper()}{question[1:]}:\n\n{table}")
+    return "\n\n".join((head, report.overview(columns), *tables))
+
+
+def seeds(found: Found) -> str:
+    return f"KL in nats, {_counts(found)}.\n\n{report.seed_table(_columns(found, 'kl'))}"
+
+
+def ruler(found: Found) -> str:
+    settings, samples = found["settings"], found["samples"]
+    made = ruler_run.markdown(
+        samples, settings["densities"], settings["length"], settings["query_aware"], "nexus"
+    )
+    return re.sub(r"^#+ (.*)$", r"\1:", made, flags=re.M).strip()
+
+
+def session(found: Found) -> str:
+    settings = found["settings"]
+    made = sessions.markdown(found["samples"], settings["asked"], settings["budget"], "nexus")
+    return re.sub(r"^#+ (.*)$", r"\1:", made, flags=re.M).strip()
+
+
+def agreed(found: Found) -> str:
+    metric = "kl" if "kl" in found["samples"][0]["runs"][0] else "score"
+    made = agreement.markdown(found["samples"], found["settings"]["densities"], metric)
+    return re.sub(r"^#+ (.*)$", r"\1:", made, flags=re.M).strip()
+
+
+def run(found: Found) -> str:
+    return f"{sweep_report.speed(found['rows'])}\n\n{sweep_report.memory(found['rows'])}"
+
+
+PARTS: dict[str, Callable[[Found], str]] = {
+    "fidelity": fidelity,
+    "ablate": ablate,
+    "seeds": seeds,
+    "sessions": session,
+    "ruler-1024-aware": ruler,
+    "ruler-1024-unaware": ruler,
+    "agreement-kl": agreed,
+    "agreement-niah_single_2": agreed,
+    "bench": run,
+    "paper": sweep_report.paper,
+}
+
+
+def main() -> int:
+    page, done = PAGE.read_text(encoding="utf-8"), []
+    for name, make in PARTS.items():
+        for folder in map(Path, sys.argv[1:]):
+            file, mark = folder / f"{name}.json", rf"<!-- {name} -->\n.*?<!-- end {name} -->"
+            if not file.is_file():
+                continue
+            found = json.loads(file.read_text(encoding="utf-8"))
+            text = f"{make(found).strip()}\n\n{found['date'][:10]}.{_figures(folder, name)}"
+            block = f"<!-- {name} -->\n\n{text}\n\n<!-- end {name} -->"
+            page, count = re.subn(mark, lambda _, b=block: b, page, flags=re.S)
+            done += [name] * count
+    PAGE.write_text(page, encoding="utf-8")
+    print(f"updated: {', '.join(done) or 'nothing'}")
+    return 0
+
+
+def _figures(folder: Path, name: str) -> str:
+    """Copy the plots of a result and return the links to them."""
+    links = []
+    for plot in sorted(folder.glob(f"{name}*.png")):
+        FIGURES.mkdir(exist_ok=True)
+        shutil.copy(plot, FIGURES / plot.name)
+        links.append(f"\n\n![{plot.stem}](figures/{plot.name})")
+    return "".join(links)
+
+
+def _columns(found: Found, metric: str) -> list[report.Column]:
+    cells = report.cells(found["samples"], metric)
+    kinds = sorted({s["kind"] for s in found["samples"]}, reverse=True)
+    return [
+        report.Column(f"{kind} {d:g}", cells, kind, float(d))
+        for kind in kinds
+        for d in found["settings"]["densities"]
+    ]
+
+
+def _counts(found: Found) -> str:
+    kinds = [s["kind"] for s in found["samples"]]
+    return ", ".join(f"{kinds.count(k)} samples of {k}" for k in sorted(set(kinds), reverse=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
