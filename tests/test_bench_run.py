@@ -16,8 +16,12 @@ from typer.testing import CliRunner
 from kvsift.builder.errors import EngineError, UsageError
 from kvsift.runtime.bench import paper, regguf, sweep_report
 from kvsift.runtime.bench.__main__ import app
+from kvsift.runtime.bench.contestants import Ours
 from kvsift.runtime.bench.openvino_peer import OpenVino
 from kvsift.runtime.bench.openvino_worker import BLOCK
+from kvsift.runtime.engine import Engine
+from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.request import Request
 
 #: 2 (K and V) x 4 bytes x layers x KV heads x head size of the tiny model.
 KV_PER_TOKEN = 2 * 4 * 2 * 2 * 16
@@ -92,6 +96,26 @@ def test_less_density_reads_and_holds_less(record: tuple[dict[str, Any], str]) -
         assert held[0] < held[1] < rows["full", 1.0]["kv_bytes_allocated"]
         fit = [rows[name, d]["sequences_that_fit"] for d in (0.3, 0.5)]
         assert fit[0] > fit[1] > rows["full", 1.0]["sequences_that_fit"]
+
+
+def test_evictions_are_found_where_they_fall(out: Path, record: Any) -> None:
+    engine = Engine(out / "engines" / "nexus-none", threads=1)
+    prompt = [5 + i % 500 for i in range(1000)]
+    marked = Ours(engine, 0.3).run(prompt, 100, 1).evicts
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
+    request = Request(prompt, sampling, EvictionParams(density=0.3, eviction_seed=0))
+    sequence = engine.prepare(0, request)
+    sequence.tokens.append(int(engine.prefill(sequence, 0).argmax()))
+    found = []
+    for _ in range(99):
+        before = sequence.slot.steps
+        sequence.tokens.append(int(engine.decode([sequence])[0].argmax()))
+        found.append(sequence.slot.steps > before)
+    assert found == marked
+    assert sum(found) == 2
+    rows = {r["engine"]: r for r in record[0]["rows"] if r["density"] in (0.3, 1.0)}
+    assert rows["nexus"].keys() >= {"eviction_ms", "eviction_share"}
+    assert "eviction_ms" not in rows["snapkv"].keys() | rows["full"].keys()
 
 
 def test_output_says_who_took_no_part(record: tuple[dict[str, Any], str], out: Path) -> None:

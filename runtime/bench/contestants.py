@@ -22,11 +22,13 @@ class Run:
     """One run of a batch: seconds to the first token, between tokens while all decode, and rows.
 
     `rows`: cached tokens per sequence, the mean over the decode steps; None if not known.
+    `evicts`: whether each step between tokens evicts, empty where none ever does.
     """
 
     ttft_s: float
     itl_s: list[float]
     rows: float | None = None
+    evicts: list[bool] = field(default_factory=list)
 
 
 class Contestant(Protocol):
@@ -88,7 +90,19 @@ class Ours:
         budget = results[0].budget_tokens
         start = len(prompt) if budget is None else min(budget, len(prompt))
         rows = float(np.mean([(start + r.kept_tokens) / 2 for r in results]))
-        return Run(results[0].timings.ttft_s, list(results[-1].timings.itl_s), rows)
+        itl = list(results[-1].timings.itl_s)
+        return Run(results[0].timings.ttft_s, itl, rows, self._evictions(len(prompt), len(itl)))
+
+    def _evictions(self, prompt: int, steps: int) -> list[bool]:
+        """Return which decode steps evict.
+
+        A row is full one interval beyond its budget, in which a partial unit counts as a whole.
+        """
+        policy = self.engine.manifest.policy
+        if not policy.in_decode or self.density >= 1:
+            return []
+        partial, interval = prompt % policy.block_size, policy.decode_interval
+        return [i >= interval and (partial + i) % interval == 0 for i in range(1, steps + 1)]
 
 
 @dataclass

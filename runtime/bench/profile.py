@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
-from kvsift.builder.package import GRAPH
 from kvsift.runtime.bench import steps
 from kvsift.runtime.bench.timing import Series
 from kvsift.runtime.cache import KEY, VALUE
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.sessions.ort import OrtSession
 
 #: Steps before the profile starts to count.
 WARMUP = 8
@@ -57,10 +56,11 @@ def profile(directory: Path, prompt: list[int], batch: int, count: int, threads:
             made = {n: rng.standard_normal(held[n].shape, np.float32) for n in (KEY, VALUE)}
             engine.cache.write(slot, layer, made)
     with tempfile.TemporaryDirectory() as folder:
-        session = _profiled(engine, Path(folder), threads)
+        session = OrtSession(directory, engine.manifest, threads, Path(folder) / "profile")
+        engine.session = session
         series = Series("profiled", run.step, steps=count, warmup=WARMUP)
         series.block()
-        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text())
+        events: list[dict[str, Any]] = json.loads(session.end_profile().read_text())
     run_ms, ops = summarise(events, count)
     return Profile(rows, series.median_ms, run_ms, ops)
 
@@ -84,20 +84,3 @@ def summarise(
     ops = [(op, nodes[op] / len(runs), spent[op] / len(runs)) for op in spent]
     ops.sort(key=lambda item: -item[2])
     return float(np.median([dur for _, dur in runs])) / 1e3, tuple(ops)
-
-
-def _profiled(engine: Engine, folder: Path, threads: int) -> Any:
-    """Put a session that profiles in the place of the engine's own and return it."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.inter_op_num_threads = 1
-    options.intra_op_num_threads = threads
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "profile")
-    session = ort.InferenceSession(
-        str(engine.directory / GRAPH), options, providers=["CPUExecutionProvider"]
-    )
-    held: Any = engine.session
-    held._session = session
-    held._bindings.clear()
-    return session

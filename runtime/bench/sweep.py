@@ -101,6 +101,8 @@ def _row(
             "kv_share": kv / read,
             "floor_ms": read / gb_s / 1e6,
         }
+    if any(runs[0].evicts):
+        row |= _overhead(runs)
     if isinstance(contestant, Ours):
         held = contestant.sizes
         dense = not contestant.engine.manifest.policy.evicts
@@ -111,3 +113,16 @@ def _row(
             "sequences_that_fit": max(0, held.sequences(memory - held.weights, dense=dense)),
         }
     return row
+
+
+def _overhead(runs: Sequence[Run]) -> dict[str, float]:
+    """Return what evictions add: ms to a step that evicts, and their share of all decode time.
+
+    Medians on both sides: means would set stalls of the machine down to eviction.
+    """
+    ms = 1e3 * np.array([t for run in runs for t in run.itl_s])
+    evicts = np.array([e for run in runs for e in run.evicts])
+    plain = float(np.median(ms[~evicts]))
+    extra = float(np.median(ms[evicts])) - plain
+    spread = extra * float(evicts.mean())
+    return {"eviction_ms": extra, "eviction_share": spread / (plain + spread)}

@@ -36,11 +36,18 @@ MAX_ATTENTION_ERROR = 1e-3
 class OrtSession:
     """Runs a package's graph on the CPU.
 
-    `threads` is ONNX Runtime's intra-op thread count, None for its own choice. Raises EngineError
-    when ONNX Runtime is missing, too old or refuses the graph.
+    `threads` is ONNX Runtime's intra-op thread count, None for its own choice; `profile` how the
+    file begins that `end_profile` writes. Raises EngineError when ONNX Runtime is missing, too old
+    or refuses the graph.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        threads: int | None = None,
+        profile: Path | None = None,
+    ) -> None:
         if ort is None:
             raise EngineError(
                 f"onnxruntime is not installed for Python {platform.python_version()}; it has "
@@ -57,6 +64,9 @@ class OrtSession:
         options.inter_op_num_threads = 1
         if threads:
             options.intra_op_num_threads = threads
+        if profile is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(profile)
         try:
             with huge_pages():
                 self._session = ort.InferenceSession(
@@ -79,6 +89,10 @@ class OrtSession:
             WeakKeyDictionary()
         )
         self._empty = self._no_evictions()
+
+    def end_profile(self) -> Path:
+        """Stop profiling and return the file of ONNX Runtime's events, a JSON list."""
+        return Path(self._session.end_profiling())
 
     def new_cache(self, slots: int, capacity: int) -> HostCache:
         """Return an empty host cache."""
