@@ -32,11 +32,11 @@ EXCLUDE = {"exclude_input_in_output": True}
 @pytest.fixture(scope="module")
 def server(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     folder = tmp_path_factory.mktemp("triton")
-    before = regions()
     repository = write_models(engines, folder / "models")
     with TritonServer(repository, log=folder / "server.log") as running:
+        assert regions()
         yield running
-    assert regions() == before
+    assert regions() == set()
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,8 @@ LONG = ASKED | {"max_tokens": 6000}
 @pytest.fixture
 def repository(engines: Engines, tmp_path: Path) -> Iterator[Path]:
     """A repository; what a test leaves in shared memory is an error."""
-    before = regions()
     yield write_models(engines, tmp_path / "models")
-    assert regions() == before
+    assert regions() == set()
 
 
 def test_unload_and_reload_under_load(repository: Path, tmp_path: Path) -> None:
@@ -121,9 +120,11 @@ def command(repository: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     )
     server = TritonServer(repository, http_port=ports[0], grpc_port=ports[1], metrics_port=ports[2])
     eventually(server.ready)
+    assert regions(process.pid)
     yield process, Client(server)
     process.kill()
     process.wait()
+    assert regions(process.pid) == set()
 
 
 def test_the_command_ends_when_a_model_dies(

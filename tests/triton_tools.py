@@ -214,6 +214,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def regions() -> set[str]:
-    """Return the names of kvsift's shared memory regions."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("kvsift")}
+def regions(launcher: int | None = None) -> set[str]:
+    """Return the shared memory regions of servers that a process (this one) has started."""
+    prefix = f"kvsift_{launcher or os.getpid()}_"
+    return {name for name in os.listdir("/dev/shm") if name.startswith(prefix)}

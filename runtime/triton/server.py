@@ -159,7 +159,7 @@ class TritonServer:
     def launch(self) -> None:
         """Start the process and return at once."""
         # A prefix of its own, so that what a killed server leaves can be told from others'.
-        self._prefix = f"kvsift_{uuid.uuid4().hex[:12]}_"
+        self._prefix = f"kvsift_{os.getpid()}_{uuid.uuid4().hex[:12]}_"
         self._backends = Path(tempfile.mkdtemp(prefix="kvsift-triton-"))
         lay_out_backend(self.folder, self._backends)
         output = self.log.open("ab") if self.log else None
