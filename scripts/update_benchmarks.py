@@ -137,14 +137,14 @@ def main() -> int:
     page, done = PAGE.read_text(encoding="utf-8"), []
     for name, make in PARTS.items():
         for folder in map(Path, sys.argv[1:]):
-            file, mark = folder / f"{name}.json", rf"<!-- {name} -->\n.*?<!-- end {name} -->"
-            if not file.is_file():
+            file, start, end = folder / f"{name}.json", f"<!-- {name} -->", f"<!-- end {name} -->"
+            if not file.is_file() or start not in page:
                 continue
             found = json.loads(file.read_text(encoding="utf-8"))
             text = f"{_head(name, found)}{make(found).strip()}{_figures(folder, name)}"
-            block = f"<!-- {name} -->\n\n{text}\n\n<!-- end {name} -->"
-            page, count = re.subn(mark, lambda _, b=block: b, page, flags=re.S)
-            done += [name] * count
+            before, after = page.split(start)[0], page.split(end)[1]
+            page = f"{before}{start}\n\n{text}\n\n{end}{after}"
+            done.append(name)
     PAGE.write_text(page, encoding="utf-8")
     print(f"updated: {', '.join(done) or 'nothing'}")
     return 0
