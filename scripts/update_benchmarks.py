@@ -79,7 +79,15 @@ def agreed(found: Found) -> str:
 
 
 def run(found: Found) -> str:
-    return f"{sweep_report.speed(found['rows'])}\n\n{sweep_report.memory(found['rows'])}"
+    speed, held = sweep_report.speed(found["rows"]), sweep_report.memory(found["rows"])
+    machine = found["machine"]
+    gb_s, settings = found["rows"][-1]["bandwidth_gb_s"], found["settings"]
+    where = (
+        f"{machine['threads']} threads, load {machine['load_1min']:.1f} before, {gb_s:.1f} GB/s "
+        f"read bandwidth, {settings['rounds']} rounds; sequences that fit in "
+        f"{settings['memory'] / 2**30:g} GiB."
+    )
+    return f"{where}\n\n{speed}\n\n{held}"
 
 
 PARTS: dict[str, Callable[[Found], str]] = {
@@ -92,7 +100,36 @@ PARTS: dict[str, Callable[[Found], str]] = {
     "agreement-kl": agreed,
     "agreement-niah_single_2": agreed,
     "bench": run,
+    "bench-peers": run,
     "paper": sweep_report.paper,
+}
+
+
+#: Heading of each part, and the command that made it, less `--out results`.
+HEADS: dict[str, tuple[str, str]] = {
+    "fidelity": ("### Every policy", "eval fidelity --samples {n} --follow {follow}"),
+    "ablate": ("", "eval ablate --samples {n} --follow {follow} --seeds {seeds}"),
+    "seeds": ("", "eval seeds --samples {n} --follow {follow} --seeds {seeds}"),
+    "sessions": (
+        "### Sessions: a fact told early and asked for later",
+        "eval sessions --samples {n} --turns {turns} --budget {budget}",
+    ),
+    "ruler-1024-aware": (
+        "### RULER at 1024 tokens, question in the prompt",
+        "eval ruler --samples {n} --max-new {max_new} --query-aware",
+    ),
+    "ruler-1024-unaware": (
+        "### RULER at 1024 tokens, question after the eviction",
+        "eval ruler --samples {n} --max-new {max_new} --no-query-aware",
+    ),
+    "agreement-kl": ("", "eval agreement --samples {n} --follow 32"),
+    "agreement-niah_single_2": (
+        "",
+        "eval agreement --samples {n} --task niah_single_2 --max-new 10",
+    ),
+    "bench": ("### Whole requests over density", "bench run"),
+    "bench-peers": ("### Whole requests beside peers", "bench run"),
+    "paper": ("### The Nexus paper's two tables, on this model", "bench paper"),
 }
 
 
@@ -100,17 +137,26 @@ def main() -> int:
     page, done = PAGE.read_text(encoding="utf-8"), []
     for name, make in PARTS.items():
         for folder in map(Path, sys.argv[1:]):
-            file, mark = folder / f"{name}.json", rf"<!-- {name} -->\n.*?<!-- end {name} -->"
-            if not file.is_file():
+            file, start, end = folder / f"{name}.json", f"<!-- {name} -->", f"<!-- end {name} -->"
+            if not file.is_file() or start not in page:
                 continue
             found = json.loads(file.read_text(encoding="utf-8"))
-            text = f"{make(found).strip()}\n\n{found['date'][:10]}.{_figures(folder, name)}"
-            block = f"<!-- {name} -->\n\n{text}\n\n<!-- end {name} -->"
-            page, count = re.subn(mark, lambda _, b=block: b, page, flags=re.S)
-            done += [name] * count
+            text = f"{_head(name, found)}{make(found).strip()}{_figures(folder, name)}"
+            before, after = page.split(start)[0], page.split(end)[1]
+            page = f"{before}{start}\n\n{text}\n\n{end}{after}"
+            done.append(name)
     PAGE.write_text(page, encoding="utf-8")
     print(f"updated: {', '.join(done) or 'nothing'}")
     return 0
+
+
+def _head(name: str, found: Found) -> str:
+    """Return heading, command and date of a part."""
+    heading, command = HEADS[name]
+    kinds = [s["kind"] for s in found.get("samples", [])]
+    settings = found.get("settings", {}) | {"n": max(map(kinds.count, kinds), default=0)}
+    said = f"`kvsift {command.format(**settings)}`, {found['date'][:10]}."
+    return f"{heading}\n\n{said}\n\n" if heading else f"{said}\n\n"
 
 
 def _figures(folder: Path, name: str) -> str:

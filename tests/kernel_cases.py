@@ -126,7 +126,7 @@ def several_tiles(op: str) -> Case:
     tokens = 9000 if "Select" in op else 2000 if op == "NexusScore" else 150
     block = int(attrs.get("block_size", 1))
     units = -(-tokens // block) if op == "WindowMass" else tokens
-    sizes = ONE | {"Hq": 4, "W": 10, "S": 10, "D": 128, "Dh": 64, "N": units, "C": tokens}
+    sizes = ONE | {"Hq": 4, "W": 10, "S": 10, "D": 64, "Dh": 32, "N": units, "C": tokens}
     seen = tokens if op == "WindowMass" else tokens * block
     lens = (tokens - 12,) if op == "AccumUpdate" else (seen,)
     return Case(op, "tiles", attrs, sizes, lens=lens, seen=(seen,), budget=tokens // 3, new=(10,))

@@ -214,3 +214,27 @@ def test_greedy_answers_are_those_of_the_engine(engines: Engines, lab: Lab) -> N
     ends = set(lab.manifest.model.eos_token_ids)
     upto = next((i + 1 for i, token in enumerate(expected) if token in ends), 24)
     assert answers == [lab.tokenizer.decode(list(expected[:upto]))] * 3
+
+
+@pytest.mark.parametrize("name", ["nexus", "h2o", "nestedkv"])
+def test_answers_together_are_those_of_each_alone(lab: Lab, name: str) -> None:
+    options = SMALL if name == "nexus" else {"scope": "both"}
+    tried = variant(lab, name, **options)
+    budgets = [4, 6, 9] if name == "nexus" else [32, 48, 72]
+    ids = prompt(250, seed=4)
+
+    def answers(slots: list[int]) -> list[tuple[list[int], np.ndarray[Any, Any]]]:
+        first = lab.read(ids)
+        begun = [
+            greedy.begin(tried, lab.evict(tried, budgets[i], i, at), first)
+            for at, i in enumerate(slots)
+        ]
+        greedy.decode(lab, begun, 90)
+        return [(a.tokens, a.slot.ids) for a in begun]
+
+    together = answers([0, 1, 2])
+    for i in range(3):
+        (tokens, ids_alone) = answers([i])[0]
+        assert tokens == together[i][0]
+        np.testing.assert_array_equal(ids_alone, together[i][1])
+    assert len({tuple(tokens) for tokens, _ in together}) > 1, "all alike: the test shows nothing"

@@ -119,7 +119,7 @@ def test_nexus_keeps_what_the_oracle_keeps(engines: Engines, name: str) -> None:
 
     requests = [
         request(300, 40, seed=2**63 + 7),
-        request(161, 40, seed=2, pin=[(50, 60)]),
+        request(161, 40, seed=2, pin=[(50, 60)], density=0.6),
         request(124, 40, density=0.5),
     ]
     run_and_inspect(engine, requests, watch=watch)

@@ -65,6 +65,7 @@ def run_command(
     openvino_python: Annotated[
         Path | None, typer.Option(help="Python of an environment with openvino-genai.")
     ] = None,
+    name: Annotated[str, typer.Option(help="What the files of results are called.")] = "bench",
     peak: Annotated[bool, typer.Option(help="Measure peak memory, a process each.")] = True,
     bandwidth_mib: Annotated[int, typer.Option(min=1, help="MiB that the probe reads.")] = (
         MIB_DEFAULT
@@ -111,12 +112,12 @@ def run_command(
         "settings": {"contexts": context, "outputs": output, "batches": batch, "rounds": rounds,
                      "memory": grid.memory},
     }  # fmt: skip
-    said = [f"{name} took no part: {why}." for name, why in absent.items()]
+    said = [f"{who} took no part: {why}." for who, why in absent.items()]
     said.append(
         f"Read bandwidth {rows[-1]['bandwidth_gb_s']:.1f} GB/s. Memory to fit in: {memory}."
     )
     body = f"{sweep_report.speed(rows)}\n\n{sweep_report.memory(rows)}\n\n" + "\n".join(said) + "\n"
-    _write(out, "bench", record, body, threads, load)
+    _write(out, name, record, body, threads, load)
     if why := plotting.why_absent():
         plotting.say(why)
         return
@@ -125,7 +126,7 @@ def run_command(
     heading = (
         f"{last[0]} tokens of context, {last[1]} generated, batch {last[2]}, {threads} threads"
     )
-    sweep_report.plot_density(chosen, out / "bench.png", heading)
+    sweep_report.plot_density(chosen, out / f"{name}.png", heading)
 
 
 def paper_command(

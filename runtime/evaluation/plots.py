@@ -90,7 +90,7 @@ def forest(
         tick.set_fontweight("normal" if values else "bold")
     axis.set_ylim(-0.8, len(rows) - 0.2)
     axis.set_xlabel(label)
-    axis.legend(loc="best", fontsize=8)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     plotting.save(figure, path)
 
 
