@@ -67,7 +67,7 @@ class TracedRequest:
     past: int
     sampling: dict[str, Any]
     eviction: dict[str, Any]
-    budget_units: int | None
+    budget_units: int | None = None
 
 
 @dataclass(frozen=True)

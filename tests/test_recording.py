@@ -102,6 +102,13 @@ def test_a_cancelled_request_is_replayed_as_far_as_it_went(
         replay(engine, trace)
 
 
+def test_requests_without_evictions_are_traced_too(engines: Engines, tmp_path: Path) -> None:
+    for engine, options in ((engines("full"), {}), (engine_of(engines, "nexus"), {"density": 1.0})):
+        trace = trace_of(engine, tmp_path / "t.jsonl", [request(100, 5, **options)])
+        assert trace.requests[0].budget_units is None
+        assert replay(engine, trace).compared == len(trace.evictions) == 0
+
+
 EVICTION, REQUEST = 2, 1
 
 
