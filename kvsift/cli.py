@@ -77,6 +77,7 @@ def _top(
 @app.command(epilog="Example: kvsift generate engines/nexus --chat --prompt 'Who was Ada?'")
 @console.command
 def generate(
+    context: typer.Context,
     engine: Engine,
     prompt: Annotated[str | None, typer.Option(help="The prompt; default: read stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
@@ -142,8 +143,7 @@ def generate(
         from kvsift.cli_trace import replay_trace
         from kvsift.runtime.engine import Engine as Runner
 
-        if any(given is not None for given in (prompt, prompt_file, trace)):
-            raise UsageError("--replay takes prompt and options from FILE; give no other")
+        console.only_with(context, "--replay", "engine", "replay", "threads", "verify", "debug")
         runner = Runner(engine, max_batch=1, threads=threads, verify=verify)
         return replay_trace(runner, replay)
     sampling = SamplingParams(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvsift.builder.errors import KvsiftError
+from kvsift.builder.errors import KvsiftError, UsageError
 from kvsift.runtime import console
+from kvsift.runtime.conversation_file import check_writable
 from kvsift.runtime.llm import LLM
 from kvsift.runtime.params import EvictionParams, SamplingParams
 
@@ -28,9 +29,12 @@ def converse(
     A turn that is refused, or stopped before its prompt was read, did not happen. A role is pinned
     in the turns in which it speaks. Seeds are the session's: they count in its first turn.
     """
+    for role in pin_roles:
+        if role not in ("system", "user"):
+            raise UsageError(f"--pin-role {role!r} never speaks in a chat; pin system or user")
     llm.template  # noqa: B018 (without one there is no use in asking for a first message)
     sessions = llm.engine.conversations
-    if file is not None and file.expanduser().exists():
+    if file is not None and check_writable(file).exists():
         llm.engine.load_session(file, SESSION)
         print(f"{file}: {len(sessions.get(SESSION).tokens)} tokens so far", file=sys.stderr)
     try:
@@ -66,5 +70,7 @@ def _answer(
             sys.stdout.write(update.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
+        pass
+    finally:  # a reader of stdout that has gone ends an answer, too
         ticket.cancel()
         ticket.result()  # the session is free when it is there

@@ -9,7 +9,8 @@ import typer
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime import console
-from kvsift.runtime.recorder import Replay
+from kvsift.runtime.recorder import listening
+from kvsift.runtime.replay import Replay
 from kvsift.runtime.trace import (
     Eviction,
     Trace,
@@ -136,13 +137,14 @@ def diff(
 def replay_trace(engine: Engine, file: Path) -> None:
     """Run the requests of a trace again and compare every kept set; ReplayError if one differs."""
     replay = Replay(read_trace(file), engine.manifest)
-    engine.recorder = replay
-    try:
+    if not replay.trace.requests:
+        raise UsageError(f"{file} holds no request to run again; trace one")
+    with listening(engine, replay):
         for request in replay.requests():
             engine.generate([request])
-    finally:
-        engine.recorder = None
     print(f"replayed {len(replay.trace.requests)} requests: all {replay.compared} evictions equal")
+    if replay.cut:
+        print(f"{replay.cut} of them: as far as the trace goes, which does not hold their end")
 
 
 def _chosen(trace: Trace, request: int | None) -> list[Eviction]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvsift.builder.errors import CapacityError
+from kvsift.builder.errors import CapacityError, SessionError, UsageError
 from kvsift.runtime.guardrail import check_coverage
 from kvsift.runtime.prompts import encode
 from kvsift.runtime.request import Request
@@ -24,9 +24,17 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
 
     The session is claimed last, so that a request that is refused leaves it as it was.
     """
+    if not isinstance(request, Request):
+        raise UsageError(f"a request must be a Request, got {request!r:.60}; write Request(...)")
     name, talk = request.session_id, None
     if name is not None:
         talk = engine.conversations.find(name)
+        turn = 1 + (talk.turns if talk else 0)
+        if request.session_turn not in (None, turn):
+            raise SessionError(
+                f"the request was made for turn {request.session_turn} of session {name!r}, whose "
+                f"next one is {turn}; make it when the turn before has ended"
+            )
     ids = encode(request, engine.tokenizer, engine.manifest, goes_on=talk is not None)
     check_coverage(request.eviction.min_coverage, engine.manifest.policy)
     check_shares(request.eviction, engine.manifest)

@@ -174,6 +174,19 @@ def parse_value(text: str) -> Any:
     return text
 
 
+def only_with(context: typer.Context, option: str, *allowed: str) -> None:
+    """Raise UsageError if parameters other than the allowed ones stand beside an option.
+
+    For an option that takes all else from a file: what is given twice would be ignored.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in allowed and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"{option} takes prompt and options from its file; leave out {parameter.opts[0]}"
+            )
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Return the prompt from the option, the file or stdin (less its final newline)."""
     if prompt is not None and file is not None:

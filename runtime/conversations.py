@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvsift.builder.errors import CapacityError, SessionError, UsageError
 from kvsift.builder.package import ModelConfig
 from kvsift.runtime.held import HeldRows
-from kvsift.runtime.params import Span
+from kvsift.runtime.params import Span, check_in_range, check_integer
 from kvsift.runtime.seeds import Seeds, request_seed
 
 #: Default of `Conversations.max_bytes`.
@@ -89,6 +89,14 @@ class Conversations:
     _dropped: OrderedDict[str, str] = field(default_factory=OrderedDict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; UsageError if it is a limit that would break the engine's thread."""
+        if name == "max_bytes":
+            value = check_integer(name, value, 0, "it is the bytes of all sessions between turns")
+        elif name == "ttl_s" and value is not None:
+            value = check_in_range(name, value, "[0, inf)", "use None for no limit")
+        super().__setattr__(name, value)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all sessions between turns."""
@@ -106,6 +114,19 @@ class Conversations:
 
         SessionError if it is answering or was dropped, UsageError if the id is no text.
         """
+        with self._lock:
+            self.check_idle(session_id)
+            if session_id in self._dropped:
+                raise SessionError(
+                    f"session {session_id!r} is gone: {self._dropped[session_id]}; tell the whole "
+                    "conversation again under another session_id, or load it "
+                    "from a file"
+                )
+            entry = self._held.get(session_id)
+            return None if entry is None else entry.conversation
+
+    def check_idle(self, session_id: str) -> None:
+        """Raise SessionError if a session is answering, UsageError if the id is no text."""
         check_session_id(session_id)
         with self._lock:
             self._expire()
@@ -114,13 +135,6 @@ class Conversations:
                     f"session {session_id!r} is busy with an earlier request; wait for its end, "
                     "cancel it, or use another session_id"
                 )
-            if session_id in self._dropped:
-                raise SessionError(
-                    f"session {session_id!r} is gone: {self._dropped[session_id]}; tell the whole "
-                    "conversation again under another session_id"
-                )
-            entry = self._held.get(session_id)
-            return None if entry is None else entry.conversation
 
     def claim(self, session_id: str, conversation: Conversation | None) -> None:
         """Make a session busy that `find` returned; SessionError if it has changed since then."""
@@ -149,12 +163,22 @@ class Conversations:
             self._held.move_to_end(session_id)
             self._expire()
 
-    def drop(self, session_id: str) -> None:
-        """Forget a session, its id included; SessionError if it is answering or unknown."""
+    def replace(self, session_id: str, conversation: Conversation) -> None:
+        """Store a session under an id, as `put`; SessionError if the id's session is answering."""
         with self._lock:
-            if self.find(session_id) is None:
-                raise self._unknown(session_id)
-            del self._held[session_id]
+            self.check_idle(session_id)
+            self.put(session_id, conversation)
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session, its id included; SessionError if it is answering or unknown.
+
+        The id of one that was dropped for its age or size is free again, too.
+        """
+        with self._lock:
+            self.check_idle(session_id)
+            if self._dropped.pop(session_id, None) or self._held.pop(session_id, None):
+                return
+            raise self._unknown(session_id)
 
     def get(self, session_id: str) -> Conversation:
         """Return a session; SessionError if it is answering, was dropped or is unknown."""

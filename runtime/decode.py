@@ -60,8 +60,8 @@ def _settle(engine: Engine, sequence: Sequence, kept: Kept, e: int) -> None:
             sequence.budget += more
             engine.set_budget(slot, sequence)
             return
-    if engine.recorder is not None:
-        engine.recorder.evict(sequence, slot, kept, e, "decode")
+    if (recorder := engine.recorder) is not None:
+        recorder.evict(sequence, slot, kept, e, "decode")
     compact(engine.cache, slot, kept_units(kept, e), policy.needs_order)
     slot.steps += 1
     slot.coverages.append(share)

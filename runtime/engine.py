@@ -104,7 +104,7 @@ class Engine:
         self.prefixes = Prefixes(
             scratch_tokens(self.manifest) - limits.chunk, token_bytes(self.manifest)
         )
-        #: Told of every request and eviction while it is set.
+        #: Told of every request and eviction while it is set, which another thread may change.
         self.recorder: Recorder | None = None
         self._numbers = itertools.count()
         self._claim = threading.Lock()
@@ -217,11 +217,13 @@ class Engine:
     def load_session(self, path: str | Path, session_id: str) -> None:
         """Read a session from a file under an id that is not busy, in the place of an older one.
 
+        The older one may also be one that was dropped for its age or size.
+
         SessionError if the file is damaged or was saved by another package.
         """
+        self.conversations.check_idle(session_id)
         conversation = load_conversation(path, self.manifest)
-        self.conversations.find(session_id)
-        self.conversations.put(session_id, conversation)
+        self.conversations.replace(session_id, conversation)
 
     def begin(self, sequence: RunningSequence, index: int, source: Slot | None = None) -> Prefill:
         """Return the reading of a sequence's prompt into slot `index`, whose steps do the work.
@@ -229,8 +231,8 @@ class Engine:
         `source` describes rows that the scratch holds already; without it reading starts empty,
         and nothing of an earlier request is read. The scratch holds one prompt at a time.
         """
-        if self.recorder is not None:
-            self.recorder.begin(sequence)
+        if (recorder := self.recorder) is not None:
+            recorder.begin(sequence)
         if source is None:
             source = self._start(sequence)
         return Prefill(self, sequence, index, source)
@@ -272,8 +274,8 @@ class Engine:
 
     def result(self, sequence: RunningSequence) -> GenerationResult:
         """Return the result of a sequence that has ended."""
-        if self.recorder is not None:
-            self.recorder.end(sequence)
+        if (recorder := self.recorder) is not None:
+            recorder.end(sequence)
         if sequence.holds_session and hasattr(sequence, "slot"):
             assert sequence.session_id is not None
             sequence.holds_session = False

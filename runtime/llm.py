@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -17,8 +16,9 @@ from kvsift.runtime.chat import ChatTemplate, Message, encode_chat
 from kvsift.runtime.dialogue import next_turn
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.output import RequestOutput
-from kvsift.runtime.params import EvictionParams, SamplingParams
-from kvsift.runtime.pins import role_pins
+from kvsift.runtime.params import EvictionParams, SamplingParams, listed
+from kvsift.runtime.paths import user_path
+from kvsift.runtime.pins import role_names, role_pins
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.scheduler import Scheduler
@@ -51,17 +51,12 @@ class LLM:
         max_queue: int = 256,
         prefill_chunks: int = 1,
     ) -> None:
-        if not isinstance(engine_dir, (str, os.PathLike)):
-            raise UsageError(
-                f"engine_dir must be the path of a directory, got {engine_dir!r:.60}; make one "
-                "with build_engine"
-            )
         if isinstance(kv_memory, str):
             from kvsift.runtime.console import parse_size
 
             kv_memory = parse_size(kv_memory)
         self.engine = Engine(
-            Path(engine_dir).expanduser(),
+            user_path("engine_dir", engine_dir),
             max_batch=max_batch,
             kv_memory=kv_memory,
             threads=threads,
@@ -210,24 +205,28 @@ class LLM:
                 return self.template.render(told, **variables)
             return next_turn(partial(self.template.render, **variables), told)
 
-        evict = eviction or EvictionParams()
+        evict, text, pin_roles = (
+            eviction or EvictionParams(),
+            render(messages),
+            role_names(pin_roles),
+        )
         if talk is not None:  # roles that spoke before are pinned already
-            asked = [pin_roles] if isinstance(pin_roles, str) else pin_roles
-            pin_roles = [r for r in asked if any(m.get("role") == r for m in messages)]
+            pin_roles = [r for r in pin_roles if any(m.get("role") == r for m in messages)]
         if pin_roles:
             tokenizer, model = self.engine.tokenizer, self.engine.manifest.model
             pins = role_pins(render, tokenizer, messages, pin_roles)
             if talk is not None:
-                ids = encode_chat(tokenizer, render(messages))
+                ids = encode_chat(tokenizer, text)
                 start = len(talk.prompt(ids, model)) - len(ids)
                 pins = [(start + a, start + b) for a, b in pins]
             evict = replace(evict, pin=[*evict.pin, *pins])
         return Request(
-            render(messages),
+            text,
             sampling_params or SamplingParams(),
             evict,
             add_special_tokens=False,  # the template writes its own
             session_id=session_id,
+            session_turn=None if session_id is None else 1 + (talk.turns if talk else 0),
         )
 
     def add_prefix(self, prompt: Prompt | Conversation) -> None:
@@ -271,9 +270,9 @@ class LLM:
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts from one prompt or several; a list of numbers is one prompt."""
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+    items = cast("list[Prompt] | None", listed(prompts))
+    if items is None:
         return [cast(Prompt, prompts)]  # the engine refuses what is no prompt
-    items: list[Prompt] = list(cast(Sequence[Prompt], prompts))
     return [cast(Prompt, items)] if items and isinstance(items[0], Integral) else items
 
 

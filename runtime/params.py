@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.seeds import check_seed
@@ -51,7 +51,7 @@ def _number(name: str, value: object, allowed: str, fix: str) -> float:
         return math.inf
 
 
-def _in_range(name: str, value: object, inside: str, fix: str) -> float:
+def check_in_range(name: str, value: object, inside: str, fix: str) -> float:
     """Return `value` if it lies in the interval written as in "(0, 1]" or "[0, inf)"."""
     number = _number(name, value, f"in {inside}", fix)
     low, high = (float(end) for end in inside[1:-1].split(","))
@@ -66,23 +66,45 @@ def _items(name: str, value: object, kind: str) -> list[object]:
     """Return the elements of a list-like value; None stands for the empty list."""
     if value is None:
         return []
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    if (items := listed(value)) is None:
         raise UsageError(
             f"{name} must be a list of {kind}, got {_show(value)} ({type(value).__name__}); "
             "put it in brackets"
         )
-    return list(value)
+    return items
+
+
+def listed(value: Any) -> list[object] | None:
+    """Return the elements of what has an order, None for a text, a mapping, a set, a scalar."""
+    if isinstance(value, (str, bytes, bytearray, Mapping, Set)):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # no iterable, or an array without dimensions
+        return None
+
+
+def check_text(name: str, text: str) -> str:
+    """Return `text`, called `name`; UsageError if UTF-8 cannot write it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{name} is not valid text: character {error.start} is the half code "
+            f"{text[error.start]!a}, which no UTF-8 text has; mend its encoding"
+        ) from None
+    return text
 
 
 def prompt_ids(prompt: object) -> list[int]:
     """Return a prompt's token ids; UsageError if it is no list of integers."""
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+    if (items := listed(prompt)) is None:
         raise UsageError(
             f"a prompt must be text or a list of token ids, got {_show(prompt)} "
             f"({type(prompt).__name__}); decode bytes, and give several prompts as a list"
         )
     fix = "give a text, or ids of the model's vocabulary"
-    return [check_integer("a token id", i, -INT32_MAX, fix) for i in prompt]
+    return [check_integer("a token id", i, -INT32_MAX, fix) for i in items]
 
 
 @dataclass(frozen=True)
@@ -114,19 +136,19 @@ class SamplingParams:
         fix = "use 0 to read the prompt only"
         _set(self, "max_tokens", check_integer("max_tokens", self.max_tokens, 0, fix))
         fix = "0 is greedy, 0.7 is usual"
-        _set(self, "temperature", _in_range("temperature", self.temperature, "[0, inf)", fix))
+        _set(self, "temperature", check_in_range("temperature", self.temperature, "[0, inf)", fix))
         _set(self, "top_k", check_integer("top_k", self.top_k, 0, "use 0 to switch it off"))
-        _set(self, "top_p", _in_range("top_p", self.top_p, "(0, 1]", "use 1 to switch it off"))
-        _set(self, "min_p", _in_range("min_p", self.min_p, "[0, 1]", "use 0 to switch it off"))
-        penalty = _in_range(
+        _set(self, "top_p", check_in_range("top_p", self.top_p, "(0, 1]", "use 1 to switch it off"))
+        _set(self, "min_p", check_in_range("min_p", self.min_p, "[0, 1]", "use 0 to switch it off"))
+        penalty = check_in_range(
             "repetition_penalty", self.repetition_penalty, "(0, inf)", "use 1 to switch it off"
         )
         _set(self, "repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
-            value = _in_range(name, getattr(self, name), "[-2, 2]", "use 0 to switch it off")
+            value = check_in_range(name, getattr(self, name), "[-2, 2]", "use 0 to switch it off")
             _set(self, name, value)
-        _set(self, "stop", _texts("stop", self.stop, "stop string"))
-        _set(self, "bad_words", _texts("bad_words", self.bad_words, "bad word"))
+        _set(self, "stop", check_texts("stop", self.stop, "stop string"))
+        _set(self, "bad_words", check_texts("bad_words", self.bad_words, "bad word"))
         ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         fix = "give ids of the model's vocabulary"
         _set(self, "stop_token_ids", tuple(check_integer("stop_token_ids", i, 0, fix) for i in ids))
@@ -142,7 +164,7 @@ class SamplingParams:
             _set(self, "seed", check_seed("seed", self.seed))
 
 
-def _texts(name: str, given: object, kind: str) -> tuple[str, ...]:
+def check_texts(name: str, given: object, kind: str) -> tuple[str, ...]:
     """Return a list of strings, one may be given bare; UsageError for what is empty or no text."""
     items = [given] if isinstance(given, str) else _items(name, given, "strings")
     for item in items:
@@ -153,7 +175,8 @@ def _texts(name: str, given: object, kind: str) -> tuple[str, ...]:
                 f"{hint}"
             )
         if not item:
-            raise UsageError(f"empty {kind} in {name}; every text holds it, leave it out")
+            raise UsageError(f"empty {kind} in {name}; leave it out")
+        check_text(f"a {kind}", item)
     return tuple(str(item) for item in items)
 
 
@@ -183,7 +206,7 @@ class EvictionParams:
     def __post_init__(self) -> None:
         if self.density is not None:
             fix = "0.2 keeps a fifth of the prompt, 1 switches eviction off"
-            _set(self, "density", _in_range("density", self.density, "(0, 1]", fix))
+            _set(self, "density", check_in_range("density", self.density, "(0, 1]", fix))
         if self.budget_tokens is not None:
             fix = "give the tokens to keep, or density instead"
             tokens = check_integer("budget_tokens", self.budget_tokens, 1, fix)
@@ -202,8 +225,13 @@ class EvictionParams:
         _set(self, "pin", tuple(_span(item) for item in _items("pin", self.pin, "spans")))
         if self.min_coverage is not None:
             fix = "0.9 keeps nine tenths of the attention mass"
-            _set(self, "min_coverage", _in_range("min_coverage", self.min_coverage, "(0, 1]", fix))
-        if self.layer_budgets not in (None, "uniform", "pyramid"):
+            _set(
+                self,
+                "min_coverage",
+                check_in_range("min_coverage", self.min_coverage, "(0, 1]", fix),
+            )
+        rule = self.layer_budgets  # an array must not be compared with a text
+        if rule is not None and not (isinstance(rule, str) and rule in ("uniform", "pyramid")):
             _set(self, "layer_budgets", _weights("layer_budgets", self.layer_budgets))
         if self.head_budgets is not None:
             _set(self, "head_budgets", _weights("head_budgets", self.head_budgets))
@@ -215,7 +243,7 @@ def _weights(name: str, given: object) -> tuple[float, ...]:
     items = _items(name, given, "positive weights")
     if not items:
         raise UsageError(f"{name} is empty; {fix}")
-    return tuple(_in_range(name, item, "(0, inf)", fix) for item in items)
+    return tuple(check_in_range(name, item, "(0, inf)", fix) for item in items)
 
 
 def _span(item: object) -> Span:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.chat import Message
-from kvsift.runtime.params import Span
+from kvsift.runtime.params import Span, check_text, check_texts
 
 #: Stands for the content of message i; no text of a template or a person holds it.
 _MARK = "\ue000{}\ue001"
@@ -26,14 +26,14 @@ def role_pins(
     span takes in every token that holds a part of a content. UsageError if no message has one of
     the roles, or if the template rewrites contents, so that they cannot be found.
     """
-    wanted = [roles] if isinstance(roles, str) else list(roles)
+    wanted = role_names(roles)
+    text = check_text("the prompt", render(messages))  # refuses what are no messages
     known = {str(m.get("role")) for m in messages}
     for role in wanted:
         if role not in known:
             raise UsageError(
                 f"no message has the pinned role {role!r}; roles here: {', '.join(sorted(known))}"
             )
-    text = render(messages)
     spans = [
         span
         for span, message in zip(_contents(render, messages, text), messages, strict=True)
@@ -41,6 +41,11 @@ def role_pins(
     ]
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
     return [pin for start, end in spans if (pin := _tokens(offsets, start, end))]
+
+
+def role_names(roles: object) -> list[str]:
+    """Return roles as a list, one may be given bare; UsageError if they are no texts."""
+    return list(check_texts("pin_roles", roles, "role"))
 
 
 def _contents(

@@ -118,8 +118,8 @@ class Prefill:
                 kept, sequence.budget, ceiling, self._select
             )
             engine.set_budget(source, sequence)
-        if engine.recorder is not None:
-            engine.recorder.evict(sequence, source, kept, 0, "chunk" if self.unread else "prompt")
+        if (recorder := engine.recorder) is not None:
+            recorder.evict(sequence, source, kept, 0, "chunk" if self.unread else "prompt")
         source.steps += 1
         source.coverages.append(share_of(kept, 0))
         return kept

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvsift.builder.errors import CapacityError, UsageError
 from kvsift.runtime.cache import KVCache
 from kvsift.runtime.held import HeldRows, take_rows
+from kvsift.runtime.params import check_integer, prompt_ids
 from kvsift.runtime.slots import Slot
 
 #: Default of `Prefixes.max_bytes`.
@@ -31,6 +32,16 @@ class Prefixes:
         self._lock = threading.Lock()
 
     @property
+    def max_bytes(self) -> int:
+        """Most bytes of all copies; UsageError if it is set to what is no number of bytes."""
+        return self._max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, value: int) -> None:
+        fix = "it is the bytes of all copies of prefixes"
+        self._max_bytes = check_integer("max_bytes", value, 0, fix)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
         with self._lock:
@@ -44,7 +55,7 @@ class Prefixes:
 
         UsageError if it is empty, CapacityError if the scratch or `max_bytes` cannot hold it.
         """
-        key = tuple(int(i) for i in ids)
+        key = tuple(prompt_ids(ids))
         if not key:
             raise UsageError("an empty prefix saves nothing; give the text that prompts begin with")
         if len(key) > self.longest:
@@ -64,9 +75,13 @@ class Prefixes:
 
     def remove(self, ids: Sequence[int]) -> None:
         """Forget a prefix; UsageError if it is not registered."""
+        key = tuple(prompt_ids(ids))
         with self._lock:
-            if self._known.pop(tuple(ids), self) is self:
-                raise UsageError(f"no prefix of {len(ids)} such tokens is registered")
+            if self._known.pop(key, self) is self:
+                raise UsageError(
+                    f"no prefix of {len(key)} such tokens is registered; give the ids that "
+                    "were added"
+                )
 
     def cut(self, prompt: Sequence[int], start: int, end: int) -> int:
         """Return where a chunk [start, end) of a prompt must end for the sake of a prefix."""
@@ -81,10 +96,10 @@ class Prefixes:
     def offer(self, prompt: Sequence[int], scratch: KVCache, source: Slot) -> None:
         """Copy the rows of a prompt that has just been read up to a prefix's end, if none is."""
         key = tuple(prompt[: source.seen])
-        if source.steps == 0 and key in self._known and self._known[key] is None:
+        if source.steps == 0 and self._known.get(key, source) is None:
             rows = take_rows(scratch, source)
             with self._lock:
-                if key in self._known:
+                if key in self._known:  # nobody has removed it meanwhile
                     self._known[key] = rows
 
     def _matching(self, prompt: Sequence[int]) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from kvsift.builder.errors import CapacityError, PackageError, UsageError
 from kvsift.builder.package import Manifest
-from kvsift.runtime.params import prompt_ids
+from kvsift.runtime.params import check_text, prompt_ids
 from kvsift.runtime.request import Request
 
 
@@ -37,7 +37,7 @@ def encode(
     if not ids:
         raise UsageError("empty prompt: there is nothing to condition on; give some text")
     if wrong := next((i for i in ids if not 0 <= i < vocab), None):
-        raise UsageError(f"token id {wrong} is outside the vocabulary [0, {vocab})")
+        raise UsageError(f"token id {wrong} is outside the vocabulary [0, {vocab}); leave it out")
     if len(ids) > positions:
         raise CapacityError(
             f"the prompt has {len(ids)} tokens and the model has {positions} positions; shorten it"
@@ -55,12 +55,5 @@ def _ids(request: Request, tokenizer: Tokenizer, special: bool) -> list[int]:
     prompt = request.prompt
     if not isinstance(prompt, str):
         return prompt_ids(prompt)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the prompt is not valid text: character {error.start} is the half code "
-            f"{prompt[error.start]!a}, which no UTF-8 text has; mend its encoding"
-        ) from None
-    encoded = tokenizer.encode(prompt, add_special_tokens=special)
+    encoded = tokenizer.encode(check_text("the prompt", prompt), add_special_tokens=special)
     return list(encoded.ids) if prompt else []

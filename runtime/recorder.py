@@ -1,4 +1,4 @@
-"""Recorders: what an engine tells of its evictions while it runs, to a file or to a replay.
+"""Recorders: what an engine tells of its evictions while it runs, to a file or to `replay.py`.
 
 An engine without a recorder pays one comparison with None per eviction.
 """
@@ -6,20 +6,21 @@ An engine without a recorder pays one comparison with None per eviction.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsift.builder.errors import EngineError, UsageError
 from kvsift.builder.package import Manifest
-from kvsift.runtime.params import EvictionParams, SamplingParams
-from kvsift.runtime.request import Request
+from kvsift.runtime.paths import user_path
 from kvsift.runtime.results import plain
 from kvsift.runtime.sequence import Sequence
 from kvsift.runtime.sessions import Kept
@@ -29,14 +30,8 @@ from kvsift.runtime.trace import (
     Eviction,
     Header,
     Phase,
-    ReplayError,
-    Trace,
     TracedRequest,
-    difference,
-    first_difference,
-    header_difference,
     header_of,
-    place,
 )
 
 if TYPE_CHECKING:
@@ -59,16 +54,18 @@ class Recorder(Protocol):
         ...
 
 
-class _Numbered:
+class Numbered:
     """Numbers requests in the order in which they begin, whatever their callers call them."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.header = header_of(manifest)
         self._begun = 0
-        self._numbers: dict[int, int] = {}
+        # A request that fails does not end here, but goes.
+        self._numbers: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
-    def _enter(self, sequence: Sequence) -> TracedRequest:
-        number = self._numbers[id(sequence)] = self._begun
+    def enter(self, sequence: Sequence) -> TracedRequest:
+        """Give a request its number and return what it starts with."""
+        number = self._numbers[sequence] = self._begun
         self._begun += 1
         seeds = sequence.seeds
         sampling = asdict(sequence.sampling) | {"seed": seeds.sampling}
@@ -82,9 +79,13 @@ class _Numbered:
             budget_units=sequence.budget,
         )
 
-    def _eviction(
+    def eviction(
         self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase
-    ) -> Eviction:
+    ) -> Eviction | None:
+        """Return an eviction as traces hold it, None if the request began before the trace."""
+        number = self._numbers.get(sequence)
+        if number is None:
+            return None
         keep, counts = kept.keep[:, e], kept.keep_len[:, e]
         coverage = kept.coverage[:, e]
         held = np.broadcast_to(slot.units, slot.ids.shape[:2])
@@ -95,7 +96,7 @@ class _Numbered:
         ids = np.take_along_axis(slot.ids, np.maximum(keep, 0).astype(np.int64), axis=2)
         assert slot.budgets is not None
         return Eviction(
-            request=self._numbers[id(sequence)],
+            request=number,
             phase=phase,
             step=slot.steps,
             seed=slot.seed,
@@ -107,24 +108,27 @@ class _Numbered:
             scores=plain(scores),
         )
 
-    def _leave(self, sequence: Sequence) -> Ending | None:
-        """Return how a request ended, None if it was cancelled before it began."""
-        number = self._numbers.pop(id(sequence), None)
+    def leave(self, sequence: Sequence) -> Ending | None:
+        """Return how a request ended, None if it never began, or before the trace."""
+        number = self._numbers.pop(sequence, None)
         if number is None:
             return None
         return Ending(number, sequence.finish_reason, list(sequence.tokens))
 
 
-class TraceWriter(_Numbered):
+class TraceWriter(Numbered):
     """Writes a trace to a file, which an existing one gives way to.
 
-    `manifest` is that of the engine. Raises UsageError if the file cannot be written. Close it, or
-    use it as a context.
+    `manifest` is that of the engine. Raises UsageError if the file cannot be opened. What cannot be
+    written later fails no request: `close` raises EngineError then. Close it, or use it as a
+    context; what comes after that is not written. Any thread may call any method.
     """
 
     def __init__(self, path: str | Path, manifest: Manifest) -> None:
         super().__init__(manifest)
-        self.path = Path(path).expanduser()
+        self.path = user_path("the trace", path)
+        self._lock = threading.Lock()
+        self._failure: OSError | None = None
         try:
             self._file: TextIO = self.path.open("w", encoding="utf-8")
         except OSError as error:
@@ -135,21 +139,29 @@ class TraceWriter(_Numbered):
 
     def begin(self, sequence: Sequence) -> None:
         """Write the request's parameters and seeds."""
-        self._write("request", self._enter(sequence))
+        self._write("request", self.enter(sequence))
 
     def evict(self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase) -> None:
         """Write one eviction."""
-        self._write("eviction", self._eviction(sequence, slot, kept, e, phase))
+        if (eviction := self.eviction(sequence, slot, kept, e, phase)) is not None:
+            self._write("eviction", eviction)
 
     def end(self, sequence: Sequence) -> None:
         """Write the request's tokens, and everything so far to the disk."""
-        if (ending := self._leave(sequence)) is not None:
-            self._write("end", ending)
-            self._file.flush()
+        if (ending := self.leave(sequence)) is not None:
+            self._write("end", ending, flush=True)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; EngineError if not everything could be written."""
+        with self._lock:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._failure = self._failure or error
+        if self._failure is not None:
+            raise EngineError(
+                f"cannot write the trace {self.path}: {self._failure.strerror}; it ends too early"
+            )
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -160,93 +172,56 @@ class TraceWriter(_Numbered):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except EngineError:
+            if error is None:  # else that one counts
+                raise
 
-    def _write(self, event: str, record: Header | TracedRequest | Eviction | Ending) -> None:
+    def _write(
+        self,
+        event: str,
+        record: Header | TracedRequest | Eviction | Ending,
+        flush: bool = False,
+    ) -> None:
         values = {k: v for k, v in asdict(record).items() if v is not None}
         line = json.dumps({"event": event, **values}, separators=(",", ":"), allow_nan=False)
-        try:
-            self._file.write(line + "\n")
-        except OSError as error:
-            raise EngineError(f"cannot write the trace {self.path}: {error.strerror}") from None
-
-
-class Replay(_Numbered):
-    """Compares a run with a trace as it goes; ReplayError at the first difference.
-
-    Requests must begin in the order of the trace, on the engine that made it (UsageError if it is
-    another). `compared` counts the evictions that were equal.
-    """
-
-    def __init__(self, trace: Trace, manifest: Manifest) -> None:
-        super().__init__(manifest)
-        if why := header_difference(self.header, trace.header):
-            raise UsageError(f"the trace was made by another engine: {why}; replay it on its own")
-        later = next((r.request for r in trace.requests if r.past), None)
-        if later is not None:
-            raise UsageError(
-                f"request {later} of the trace goes on from an earlier turn, which a trace does "
-                "not hold; replay the trace of a first turn"
-            )
-        self.trace = trace
-        self.compared = 0
-
-    def requests(self) -> list[Request]:
-        """Return the traced requests, to be run again with the seeds that they used."""
-        return [
-            Request(r.prompt, SamplingParams(**r.sampling), EvictionParams(**r.eviction))
-            for r in self.trace.requests
-        ]
-
-    def begin(self, sequence: Sequence) -> None:
-        """Compare what the request starts with."""
-        mine = self._enter(sequence)
-        if mine.request >= len(self.trace.requests):
-            raise ReplayError(f"request {mine.request} is not in the trace")
-        theirs = self.trace.requests[mine.request]
-        for name in ("prompt", "eviction", "budget_units"):
-            if getattr(mine, name) != getattr(theirs, name):
-                raise ReplayError(
-                    f"request {mine.request} starts with another {name}: "
-                    f"{getattr(mine, name)!s:.60}, traced {getattr(theirs, name)!s:.60}"
-                )
-
-    def evict(self, sequence: Sequence, slot: Slot, kept: Kept, e: int, phase: Phase) -> None:
-        """Compare one eviction."""
-        mine = self._eviction(sequence, slot, kept, e, phase)
-        theirs = self.trace.of(mine.request)
-        if mine.step >= len(theirs):
-            raise ReplayError(f"{place(mine)} is not in the trace, which has {len(theirs)} of it")
-        if why := difference(mine, theirs[mine.step], "replayed", "traced"):
-            raise ReplayError(why)
-        self.compared += 1
-
-    def end(self, sequence: Sequence) -> None:
-        """Compare the number of evictions and the tokens."""
-        mine = self._leave(sequence)
-        if mine is None:
-            return
-        traced = len(self.trace.of(mine.request))
-        if (steps := sequence.slot.steps) != traced:
-            raise ReplayError(f"request {mine.request} evicted {steps} times, traced {traced}")
-        for theirs in self.trace.endings:
-            if theirs.request == mine.request and theirs.token_ids != mine.token_ids:
-                at = first_difference(mine.token_ids, theirs.token_ids)
-                raise ReplayError(f"request {mine.request} has another token at place {at}")
+        with self._lock:
+            if self._file.closed or self._failure is not None:
+                return
+            try:
+                self._file.write(line + "\n")
+                if flush:
+                    self._file.flush()
+            except OSError as error:
+                self._failure = error
 
 
 @contextmanager
 def recording(engine: Engine, path: str | Path | None) -> Iterator[None]:
-    """Write a trace of what an engine does inside the block; None: none."""
+    """Write a trace of the requests that begin inside the block; None: none."""
     if path is None:
         yield
         return
-    with TraceWriter(path, engine.manifest) as writer:
-        engine.recorder = writer
-        try:
-            yield
-        finally:
-            engine.recorder = None
+    _check_silent(engine)  # before the file that it may be writing is emptied
+    with TraceWriter(path, engine.manifest) as writer, listening(engine, writer):
+        yield
+
+
+@contextmanager
+def listening(engine: Engine, recorder: Recorder) -> Iterator[None]:
+    """Tell a recorder what an engine does inside the block; EngineError if it has one already."""
+    _check_silent(engine)
+    engine.recorder = recorder
+    try:
+        yield
+    finally:
+        engine.recorder = None
+
+
+def _check_silent(engine: Engine) -> None:
+    if engine.recorder is not None:
+        raise EngineError("the engine is being traced already; end that trace first")
 
 
 def _ragged(values: NDArray[Any], counts: NDArray[np.int32]) -> list[list[list[Any]]]:

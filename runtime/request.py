@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvsift.builder.errors import UsageError
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.results import GenerationResult
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt (text, or token ids) with its parameters.
+    """A prompt (text, or token ids) with its parameters; UsageError if they are none.
 
     With a `session_id` the prompt is what is new: it goes on from what that session has said, and
     the first request of an id begins it.
@@ -23,6 +24,15 @@ class Request:
     #: Whether the tokenizer adds its special tokens (False for text from a chat template).
     add_special_tokens: bool = True
     session_id: str | None = None
+    #: The turn of the session that the prompt was made for; None: whichever comes next.
+    session_turn: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("sampling", SamplingParams), ("eviction", EvictionParams)):
+            if not isinstance(given := getattr(self, name), kind):
+                raise UsageError(
+                    f"{name} must be {kind.__name__}, got {given!r:.60}; write {kind.__name__}(...)"
+                )
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Slot:
     recent: int = 0
     #: Units to keep by head, int32 [L, R], where the heads of a layer have budgets of their own.
     head_budgets: Ints | None = None
+    #: Whether a head may exceed its budget while the layer does not.
+    heads_compete: bool = False
     #: Tokens that may come before the next eviction: the room that a grown cache leaves.
     spare: int = 0
     #: True tokens so far.
@@ -45,6 +47,11 @@ class Slot:
     #: Tokens that evictions have dropped, the mean over layers and heads.
     dropped: float = 0.0
     coverages: list[float] = field(default_factory=list)
+
+    @property
+    def head_limits(self) -> Ints | None:
+        """Units that no head may exceed, int32 [L, R]; None where only a layer's sum counts."""
+        return None if self.heads_compete else self.head_budgets
 
     @property
     def units(self) -> Ints:
@@ -83,14 +90,14 @@ class Slot:
 
     def is_over(self) -> bool:
         """Whether a layer holds more units than its budget: a prompt's end evicts then."""
-        if self.head_budgets is not None:
-            return bool((self.units > self.head_budgets).any())
+        if self.head_limits is not None:
+            return bool((self.units > self.head_limits).any())
         return self.budgets is not None and bool((self.units.mean(axis=1) > self.budgets).any())
 
     def is_full(self) -> bool:
         """Whether a layer has reached its budget plus one interval: a decode step evicts then."""
-        if self.head_budgets is not None:
-            full = self.head_budgets * self.block_size + self.interval
+        if self.head_limits is not None:
+            full = self.head_limits * self.block_size + self.interval
             return bool((self.lens >= full).any())
         return self.budgets is not None and bool(
             (self.lens.mean(axis=1) >= self.budgets * self.block_size + self.interval).any()
@@ -127,6 +134,7 @@ def new_slot(
         pins=pins,
         recent=recent,
         spare=spare,
+        heads_compete=policy.heads_compete,
     )
 
 

@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from kvsift.builder.errors import KvsiftError, UsageError
 from kvsift.builder.package import Manifest, package_hash
+from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.paths import user_path
 
 #: Raised whenever an older reader could misread a file.
 TRACE_VERSION = 1
@@ -129,7 +133,7 @@ def read_trace(path: str | Path) -> Trace:
 
     A last line that was cut off (its run was killed) is left out.
     """
-    path = Path(path).expanduser()
+    path = user_path("the trace", path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -139,7 +143,7 @@ def read_trace(path: str | Path) -> Trace:
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-            record = _KINDS[values.pop("event")](**values)
+            record = _read_event(values.pop("event"), values, trace)
         except (ValueError, KeyError, TypeError, AttributeError):
             if trace is not None and number == len(lines):
                 break
@@ -229,6 +233,37 @@ def _few(units: Sequence[int]) -> str:
     """Return the first few units in words."""
     shown = ", ".join(map(str, units[:4])) or "none"
     return f"{shown} and {len(units) - 4} more" if len(units) > 4 else shown
+
+
+def _read_event(
+    kind: str, values: dict[str, Any], trace: Trace | None
+) -> Header | TracedRequest | Eviction | Ending:
+    """Return an event of a trace that has been read so far; ValueError or TypeError if it is none.
+
+    Types are checked, too, and that kept units are some that were there.
+    """
+    _KINDS[kind](**values)  # names that are missing or unknown
+    record: Header | TracedRequest | Eviction | Ending
+    record = TypeAdapter(_KINDS[kind]).validate_python(values)
+    if isinstance(record, Header):
+        good = min(record.shape) >= 1
+    elif trace is None:
+        good = True  # the caller tells that it is not the first line's kind
+    elif isinstance(record, TracedRequest):
+        SamplingParams(**record.sampling), EvictionParams(**record.eviction)
+        seeds = (record.sampling.get("seed"), record.eviction.get("eviction_seed"))
+        good = record.request == len(trace.requests) and None not in seeds
+    else:
+        good = 0 <= record.request < len(trace.requests)
+        if isinstance(record, Eviction):
+            head, there = trace.header, -(-record.tokens_seen // trace.header.block_size)
+            good = good and len(record.budget) == head.layers
+            for shares in (record.kept, record.coverage):
+                good = good and [len(layer) for layer in shares] == [head.rows] * head.layers
+            good = good and all(0 <= i < there for layer in record.kept for r in layer for i in r)
+    if not good:
+        raise ValueError(f"not what the trace's {kind} can be")
+    return record
 
 
 _KINDS: dict[str, type[Header | TracedRequest | Eviction | Ending]] = {

@@ -1,12 +1,12 @@
 """Requests that broke comparable systems, one line each in cases.jsonl.
 
 Its lines are `id`, `request`, `expect` and `why`; an `expect` key names the check of that name
-below. The case new-tokens-survive needs the policy h2o, which does not exist yet: it is not in the
-file and joins it with that policy.
+below.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -79,7 +79,7 @@ def check(engines: Engines, name: str, model: str) -> None:
     (trace,) = run_and_inspect(engine, [make(options, model)], poison=poison)
     run = Run(engines, engine, make(options, model), options, trace)
     for key, value in expect.items():
-        CHECKS[key](run, value)
+        CHECKS[key.lower()](run, value)
 
 
 @pytest.mark.parametrize("name", WEIGHTLESS)
@@ -162,6 +162,25 @@ def stop_string_not_in_text(run: Run, value: bool) -> None:
     assert run.trace.text == run.trace.result.text
 
 
+def newest_w_kept(run: Run, value: bool) -> None:
+    """The policy's newest units are in every kept set, tokens that decode has just added too."""
+    policy, result = run.engine.manifest.policy, run.trace.result
+    assert result is not None
+    assert result.budget_tokens is not None
+    newest = policy.recent_units + int(policy.recent_fraction * result.budget_tokens)
+    assert newest > 1
+    for ids, seen in zip(run.trace.kept, run.trace.seen, strict=True):
+        rows = ids.reshape(-1, ids.shape[-1])
+        wanted = set(range(seen - newest, seen))
+        assert all(wanted <= set(row.tolist()) for row in rows) == value
+
+
+def kept_set_changes(run: Run, value: bool) -> None:
+    sets = run.trace.kept_sets()
+    assert len(sets) > 2
+    assert all(a != b for a, b in itertools.pairwise(sets)) == value
+
+
 def new_tokens(run: Run, value: int) -> None:
     assert len(run.trace.tokens) == value
 
@@ -191,7 +210,8 @@ CHECKS: dict[str, Callable[[Run, Any], None]] = {
     for f in (
         kept_tokens_min, finite_logits, position_of_first_new_token, decode_evictions,
         kept_tokens_max, equals, deterministic, stream_never_splits_utf8,
-        stop_string_not_in_text, new_tokens, new_tokens_max, finish_reason, kv_bytes,
+        newest_w_kept, kept_set_changes, stop_string_not_in_text,
+        new_tokens, new_tokens_max, finish_reason, kv_bytes,
     )
 }  # fmt: skip
 
@@ -253,5 +273,5 @@ def test_every_line_is_a_test() -> None:
     others = {"equal-scores", "forced-under-inf", "a-b-a", "middle-finishes"}
     assert set(CASES) == {*WEIGHTLESS, *WITH_TEXT} | others
     assert all(f"test_{name.replace('-', '_')}" in globals() for name in others)
-    keys = {key for name in REQUESTS for key in CASES[name]["expect"]}
+    keys = {key.lower() for name in REQUESTS for key in CASES[name]["expect"]}
     assert keys == {*CHECKS, "error"}

@@ -18,6 +18,7 @@ from kvsift.builder.package import Limits
 from kvsift.builder.policies import resolve
 from kvsift.builder.targets.ort import build
 from kvsift.builder.weights import open_model
+from kvsift.runtime.request import Request
 from kvsift.runtime.sessions import ort as ort_session
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -138,8 +139,22 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         (lambda m: list(m.stream(None)), "got None"),
         (lambda m: list(m.stream("a", {"seed": 1})), "SamplingParams"),
         (lambda m: list(m.stream("")), "empty prompt"),
-        (lambda m: LLM(None), "engine_dir must be the path of a directory, got None; make one"),
-        (lambda m: LLM(3), "engine_dir must be the path of a directory, got 3"),
+        (lambda m: LLM(None), "engine_dir must be a path, got None"),
+        (lambda m: LLM(3), "engine_dir must be a path, got 3"),
+        (lambda m: LLM("~nobody-of-that-name/x"), "names no home directory"),
+        (lambda m: m.generate({"prompt": "a"}), "a list of token ids, got {'prompt'"),
+        (lambda m: m.generate(np.array(5)), "a list of token ids, got array"),
+        (lambda m: m.chat(["hi"], pin_roles="user"), "message 0 has no role"),
+        (lambda m: m.chat([{"role": "user", "content": "a"}], pin_roles=5), "pin_roles must be"),
+        (
+            lambda m: m.chat([{"role": "user", "content": "\ud800"}], pin_roles="user"),
+            "the prompt is not valid text",
+        ),
+        (lambda m: m.scheduler.submit("a"), "must be a Request, got 'a'"),
+        (lambda m: Request("a", {"seed": 1}), "sampling must be SamplingParams, got {'seed': 1}"),
+        (lambda m: m.add_prefix(None), "got None"),
+        (lambda m: m.engine.prefixes.remove(None), "got None"),
+        (lambda m: setattr(m.engine.prefixes, "max_bytes", None), "max_bytes must be an integer"),
         (lambda m: LLM(m.engine.directory, max_queue=-1), "max_queue"),
         (lambda m: LLM(m.engine.directory, prefill_chunks=0), "prefill_chunks"),
         (lambda m: LLM(m.engine.directory, threads=0), "threads"),

@@ -102,6 +102,8 @@ def test_heads_may_compete_for_shares_of_their_own(engines: Engines) -> None:
     counts = [(t.kept[0] >= 0).sum(axis=2) for t in (even, uneven)]
     assert counts[0].sum() == counts[1].sum()
     assert (counts[1][:, 1] > counts[0][:, 1]).all()
+    # A head that has won more than its budget is no reason to evict in every step.
+    assert len(even.kept) == len(uneven.kept) == 1 + 60 // engine.manifest.policy.decode_interval
 
 
 @pytest.mark.parametrize(

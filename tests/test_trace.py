@@ -15,7 +15,8 @@ from kept import POLICIES, engine_of
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.engine import Engine
-from kvsift.runtime.recorder import Replay, recording
+from kvsift.runtime.recorder import listening, recording
+from kvsift.runtime.replay import Replay
 from kvsift.runtime.trace import ReplayError, Trace, read_trace
 from kvsift.runtime.trace_plot import kept_shares
 
@@ -29,12 +30,10 @@ def trace_of(engine: Engine, path: Path, requests: Any = REQUESTS) -> Trace:
 
 
 def replay(engine: Engine, trace: Trace) -> Replay:
-    engine.recorder = checker = Replay(trace, engine.manifest)
-    try:
+    checker = Replay(trace, engine.manifest)
+    with listening(engine, checker):
         for again in checker.requests():
             engine.generate([again])
-    finally:
-        engine.recorder = None
     return checker
 
 
@@ -150,7 +149,8 @@ def test_trace_commands(engines: Engines, tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     assert f"all {len(events)} evictions equal" in again.stdout
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    lines[3]["kept"][0][0][0] = 99
+    kept = lines[3]["kept"][0][0]
+    kept[-2] = next(i for i in range(kept[-1]) if i not in kept)
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
     is_error(
         kvsift("generate", package, "--replay", tmp_path / "c.jsonl"), 1, "request 0, eviction"

@@ -128,6 +128,11 @@ class Policy(BaseModel):
         return self.scope in ("decode", "both")
 
     @property
+    def heads_compete(self) -> bool:
+        """Whether the heads of a layer share one budget, so that a head may exceed its own."""
+        return self.selector == "head_topk"
+
+    @property
     def shared_lens(self) -> bool:
         """Whether all layers and heads keep equally many rows."""
         uniform = self.layer_budgets == "uniform" and self.row_lengths == "auto"
