@@ -61,7 +61,7 @@ test: lint test-rest $(if $(filter 1,$(TRITON)),test-triton) $(if $(filter 1,$(P
 	  "kvpress was left out (and not downloaded)."; fi
 
 test-rest: dev
-	$(PY) -m pytest -m "not parity and not triton" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not parity and not triton" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-parity: .venv-parity/.installed
 	$(PARITY_PY) -m pytest -m parity $(PYTEST_ARGS)

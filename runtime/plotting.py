@@ -38,10 +38,15 @@ def panels(columns: int, width: float, height: float, title: str) -> tuple[Any, 
 
 
 def style(number: int) -> dict[str, Any]:
-    """Return colour and marker of series `number`: each tells series apart without the other."""
+    """Return colour and marker of series `number`: each tells series apart without the other.
+
+    From the eighth on colours come again, with another marker that is hollow.
+    """
+    again, at = divmod(number, len(COLOURS))
     return {
-        "color": COLOURS[number % len(COLOURS)],
-        "marker": MARKERS[number % len(MARKERS)],
+        "color": COLOURS[at],
+        "marker": MARKERS[(at + again) % len(MARKERS)],
+        "fillstyle": "none" if again else "full",
         "markersize": 5,
         "linewidth": 1.2,
     }

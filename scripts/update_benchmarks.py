@@ -39,6 +39,8 @@ def fidelity(found: Found) -> str:
             report.differences(columns, "nexus"),
             "Share of positions at which the likeliest token is that of the full cache:",
             report.overview(agreed),
+            "Mean negative log probability of the text (perplexity is its exponential):",
+            report.overview(_columns(found, "nll")),
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
@@ -22,13 +23,16 @@ def nvcc() -> Path:
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if Path(found).exists():
         return Path(found)
-    installed = next(WHEEL.glob("nvidia/cu*/bin/nvcc"), None)
-    if installed is None:
-        pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-        wheels = pyproject["project"]["optional-dependencies"]["nvcc"]
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(WHEEL)]
-        subprocess.run([*command, *(w.partition(";")[0] for w in wheels)], check=True)
-        installed = next(WHEEL.glob("nvidia/cu*/bin/nvcc"))
+    WHEEL.mkdir(parents=True, exist_ok=True)
+    with (WHEEL / "lock").open("w") as lock:  # another worker may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        installed = next(WHEEL.glob("nvidia/cu*/bin/nvcc"), None)
+        if installed is None:
+            pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+            wheels = pyproject["project"]["optional-dependencies"]["nvcc"]
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(WHEEL)]
+            subprocess.run([*command, *(w.partition(";")[0] for w in wheels)], check=True)
+            installed = next(WHEEL.glob("nvidia/cu*/bin/nvcc"))
     return installed
 
 

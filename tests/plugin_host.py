@@ -6,12 +6,14 @@ engines do, on host memory. Everything is built once into build/plugins.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,17 @@ def _digest(paths: Iterable[Path], words: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep other workers out while something is built, so that each thing is built once."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @functools.cache
+@_one_at_a_time()
 def library() -> Path:
     """Compile the plugin library for the CPU: plugins/trt with the kernels of the plain build."""
     plugin_files = [p for p in TRT.iterdir() if p.suffix in (".h", ".cpp")]
@@ -96,6 +108,7 @@ def library() -> Path:
 
 
 @functools.cache
+@_one_at_a_time()
 def host_program() -> Path:
     """Compile the program that plays TensorRT, linked with the lean runtime's registry."""
     lean = tensorrt("lean")
@@ -118,7 +131,6 @@ def exported_symbols(path: Path) -> set[str]:
 
 
 def _clean(pattern: str) -> None:
-    BUILD.mkdir(parents=True, exist_ok=True)
     for old in BUILD.glob(pattern):
         old.unlink()
 

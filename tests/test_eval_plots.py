@@ -60,8 +60,9 @@ def test_colours_differ_in_lightness_too() -> None:
         r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    looks = [plotting.style(i) for i in range(len(plotting.COLOURS))]
+    looks = [plotting.style(i) for i in range(2 * len(plotting.COLOURS))]
     assert len({(x["color"], x["marker"]) for x in looks}) == len(looks)
+    looks = looks[: len(plotting.COLOURS)]
     assert len({x["marker"] for x in looks}) == len(looks)
     assert all(luminance(c) < 0.7 for c in plotting.COLOURS)
 

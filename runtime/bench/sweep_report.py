@@ -105,7 +105,7 @@ def plot_density(rows: list[Row], path: Path, title: str) -> None:
         if held:
             axes[1].plot(*zip(*held, strict=True), label=label, **look)
     axes[0].set_ylabel("tokens/s (decode, mean)")
-    axes[1].set_ylabel("KV memory of a sequence (MiB, allocated)")
+    axes[1].set_ylabel("KV of a sequence (MiB, allocated)")
     for axis in axes:
         axis.set_xlabel("density (share of the prompt that is kept)")
         axis.set_ylim(bottom=0)
@@ -128,7 +128,7 @@ def plot_paper(found: Row, path: Path) -> None:
         answers = [r["answer"] / 1024 for r in found["memory"]]
         axes[1].plot(answers, [r[name] / 2**20 for r in found["memory"]], label=label, **look)
     axes[0].set_ylabel("tokens/s, mean over the answer")
-    axes[1].set_ylabel("KV memory of a sequence (MiB, used)")
+    axes[1].set_ylabel("KV of a sequence (MiB, used)")
     for axis in axes:
         axis.set_xlabel("tokens of the answer (thousands)")
         axis.set_ylim(bottom=0)

@@ -27,6 +27,11 @@ from kvsift.runtime.evaluation.suites import CONTRASTS
 
 #: Seconds between two lines of progress where there is no terminal.
 SAY_SECONDS = 30
+#: What fidelity runs measure beside KL.
+OTHERS = {
+    "agreement": "top-1 agreement with the full cache",
+    "nll": "mean negative log probability of the text (perplexity is its exponential)",
+}
 
 
 class Named(Protocol):
@@ -151,6 +156,11 @@ def markdown(
             if settings.get("bins", 1) > 1:
                 parts.append(report.bin_table(samples, kind, density, metric) + "\n")
     columns = [report.Column(f"{k} {d:g}", found, k, d) for k in kinds for d in densities]
+    for key, what in OTHERS.items():
+        if samples and key in samples[0]["runs"][0]:
+            more = report.cells(samples, key)
+            shown = [report.Column(c.label, more, c.kind, c.density) for c in columns]
+            parts.append(f"### {what}\n\n{report.overview(shown)}\n")
     for name, contrasts in CONTRASTS.items():
         table = report.contrast_table(columns, contrasts)
         if table:
