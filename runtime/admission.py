@@ -29,11 +29,13 @@ def admit(engine: Engine, index: int, request: Request, numbers: Iterator[int]) 
     name, talk = request.session_id, None
     if name is not None:
         talk = engine.conversations.find(name)
-        turn = 1 + (talk.turns if talk else 0)
-        if request.session_turn not in (None, turn):
+        turns = talk.turns if talk else 0
+        # Else a session that another process held would begin anew without a word.
+        if request.session_turn not in (None, turns + 1):
             raise SessionError(
-                f"the request was made for turn {request.session_turn} of session {name!r}, whose "
-                f"next one is {turn}; make it when the turn before has ended"
+                f"session {name!r} has {turns} turns here, so turn {request.session_turn} is not "
+                "its next; make a request when the turn before has ended, or begin a session with "
+                "turn 1 and the whole conversation"
             )
     ids = encode(request, engine.tokenizer, engine.manifest, goes_on=talk is not None)
     check_coverage(request.eviction.min_coverage, engine.manifest.policy)

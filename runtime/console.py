@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsift.builder.errors import KvsiftError, UsageError
+from kvsift.runtime.paths import user_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -196,7 +197,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     source = "stdin" if file is None else str(file)
     try:
         if file is not None:
-            text = file.expanduser().read_text(encoding="utf-8")
+            text = user_path("--prompt-file", file).read_text(encoding="utf-8")
         elif sys.stdin.isatty():
             raise UsageError("no prompt; give --prompt TEXT or --prompt-file FILE, or pipe one in")
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvsift.builder.errors import UsageError
-from kvsift.runtime.params import EvictionParams, SamplingParams
+from kvsift.runtime.params import EvictionParams, SamplingParams, check_integer
 from kvsift.runtime.results import GenerationResult
 
 
@@ -33,6 +33,9 @@ class Request:
                 raise UsageError(
                     f"{name} must be {kind.__name__}, got {given!r:.60}; write {kind.__name__}(...)"
                 )
+        if self.session_turn is not None:
+            fix = "the first turn is 1; leave it out for whichever is next"
+            check_integer("session_turn", self.session_turn, 1, fix)
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,6 @@ def split_seed(seed: int) -> tuple[int, int]:
     return low, high
 
 
-def join_seed(low: int, high: int) -> int:
-    """Return the seed in [0, 2^64) whose int32 words are `low` and `high`."""
-    return (int(high) % _WORD) * _WORD + int(low) % _WORD
-
-
 def seed_words(seeds: Sequence[int]) -> NDArray[np.int32]:
     """Return int32 [E, 2], the words of E seeds in the graph's order (low word first)."""
     return np.array([split_seed(seed) for seed in seeds], np.int32).reshape(len(seeds), 2)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvsift.builder.package import Layout, Manifest, ModelConfig, Policy
 from kvsift.runtime.cache import KeptUnits, KVCache
-from kvsift.runtime.seeds import split_seed
+from kvsift.runtime.seeds import seed_words
 from kvsift.runtime.sessions import Evictions, Kept
 
 Ints = NDArray[np.int32]
@@ -161,7 +161,7 @@ def evictions(slots: list[Slot], manifest: Manifest, prompt_end: bool) -> Evicti
         unit_ids=ids,
         budget=budget,
         pin_spans=pins,
-        seed=np.array([split_seed(s.seed) for s in slots], np.int32),
+        seed=seed_words([s.seed for s in slots]),
         step=np.array([s.steps for s in slots], np.int32),
         prompt_end=np.full(len(slots), int(prompt_end), np.int32),
     )

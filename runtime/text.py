@@ -135,11 +135,6 @@ class TextStream:
         return self._matcher.matched is not None
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that was found, None if none was."""
-        return self._matcher.matched
-
-    @property
     def text(self) -> str:
         """All text given out so far."""
         return "".join(self._pieces)

@@ -140,7 +140,11 @@ def test_every_input_reaches_the_request() -> None:
     assert (sampling.repetition_penalty, sampling.top_k, sampling.logprobs) == (1.1, 4, 0)
     assert (eviction.density, eviction.eviction_seed) == (0.2, 3)
     assert eviction.pin == ((0, 2), (5, 9))
-    assert (eviction.min_coverage, request.request.session_id, request.turn) == (0.9, "s", 2)
+    assert (eviction.min_coverage, request.request.session_id, request.request.session_turn) == (
+        0.9,
+        "s",
+        2,
+    )
     assert (request.stream, request.stats, request.ids, request.echo) == (True, True, False, "hi")
     used = {"text_input", "input_ids", "random_seed", "budget_tokens", "exclude_input_in_output"}
     assert asked(input_ids=[1], budget_tokens=4).request.eviction.budget_tokens == 4

@@ -26,7 +26,6 @@ from kvsift.runtime.triton.metrics import Metrics
 from kvsift.runtime.triton.requests import (
     Asked,
     NoPromptError,
-    check_turn,
     last,
     parse,
     piece,
@@ -74,7 +73,6 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 asked = parse(_inputs(request), json.loads(request.parameters() or "{}"))
-                check_turn(asked, self.scheduler.engine.conversations)
                 ticket = self.scheduler.submit(asked.request)
             except Exception as error:
                 if not isinstance(error, NoPromptError):

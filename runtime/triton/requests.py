@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsift.builder.errors import SessionError, UsageError, unknown_name
-from kvsift.runtime.conversations import Conversations
+from kvsift.builder.errors import UsageError, unknown_name
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.request import Request
 from kvsift.runtime.results import GenerationResult
@@ -46,8 +45,6 @@ class Asked:
     stream: bool
     #: Put before the text of an answer in one piece.
     echo: str
-    #: Which turn of its session the client takes this for.
-    turn: int | None
     stats: bool
     ids: bool
 
@@ -86,30 +83,13 @@ def parse(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Asked
             SamplingParams(**sampling),
             EvictionParams(**eviction),
             session_id=session,
+            session_turn=turn,
         ),
         stream=flags["stream"],
         echo="" if text is None or flags["exclude_input_in_output"] else text,
-        turn=turn,
         stats=flags["return_eviction_stats"],
         ids=ids is not None,
     )
-
-
-def check_turn(asked: Asked, conversations: Conversations) -> None:
-    """Raise SessionError unless this is the next turn of its session, where the client says so.
-
-    Else a session that another replica held, or this one before it was restarted, would begin anew
-    without a word.
-    """
-    if asked.turn is None or asked.request.session_id is None:
-        return
-    talk = conversations.find(asked.request.session_id)
-    turns = 0 if talk is None else talk.turns
-    if asked.turn != turns + 1:
-        raise SessionError(
-            f"session {asked.request.session_id!r} has {turns} turns here, so turn {asked.turn} is "
-            "not its next; begin a session with session_turn 1 and tell the whole conversation"
-        )
 
 
 def piece(text: str) -> dict[str, Any]:
