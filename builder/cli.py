@@ -28,6 +28,7 @@ from kvsift.builder.targets.common import BuildOptions, estimate_bytes
 from kvsift.builder.weights import default_model, open_model
 from kvsift.runtime import console
 from kvsift.runtime.params import EvictionParams
+from kvsift.runtime.paths import user_path
 from kvsift.runtime.report import print_report
 from kvsift.runtime.seeds import check_seed
 from kvsift.runtime.sizes import planned_slot_tokens
@@ -203,13 +204,13 @@ def build_engine(
     )
     kept, most = _densities(policy, density, max_density)
     check_seed("--seed", seed)
-    path = Path(model).expanduser() if model is not None else default_model()
+    path = user_path("the model", model) if model is not None else default_model()
     source = open_model(path)
     limits = checked_limits(
         source.config, policy, max_input, max_output, max_batch, chunk, kept, most
     )
     limits = with_scratch(limits, policy, max_scratch)
-    directory = (output or Path(default_name(path, policy, kept))).expanduser()
+    directory = user_path("-o", output or default_name(path, policy, kept))
     options = dataclasses.replace(
         given,
         dtype=dispatch.DTYPES[backend] if dtype is None else dtype.value,

@@ -243,7 +243,10 @@ def _weights(name: str, given: object) -> tuple[float, ...]:
     items = _items(name, given, "positive weights")
     if not items:
         raise UsageError(f"{name} is empty; {fix}")
-    return tuple(check_in_range(name, item, "(0, inf)", fix) for item in items)
+    weights = tuple(check_in_range(name, item, "(0, inf)", fix) for item in items)
+    if not math.isfinite(sum(weights)):
+        raise UsageError(f"{name} must have a finite sum, got {_show(weights)}; {fix}")
+    return weights
 
 
 def _span(item: object) -> Span:

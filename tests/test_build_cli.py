@@ -98,6 +98,7 @@ def test_gguf_names_lose_their_quantisation(tmp_path: Path) -> None:
         (["--kv-memory", "lots"], ["8GiB", "'lots'"]),
         (["--kv-memory", "9" * 400], ["8GiB"]),
         (["--seed", "-1"], ["--seed must be in [0, 2^64)"]),
+        (["-o", "~nobody-of-that-name/x"], ["-o", "names no home directory"]),
     ],
 )
 def test_build_refuses_bad_values(

@@ -63,6 +63,7 @@ EVICTION_FAULTS = [
     ("eviction_seed", True, "eviction_seed must be an integer in [0, 2^64), got True"),
     ("pin", {0: 5}, "pin must be a list of spans, got {0: 5} (dict)"),
     ("layer_budgets", np.array([1.0, math.nan]), "layer_budgets must be in (0, inf), got nan"),
+    ("layer_budgets", [1e308, 1e308], "layer_budgets must have a finite sum"),
     ("head_budgets", np.array(2.0), "head_budgets must be a list of positive weights"),
     ("pin", [(3, 3)], "pin must have start < end, got (3, 3)"),
     ("pin", [(5, 3)], "pin must have start < end"),
