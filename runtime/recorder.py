@@ -117,7 +117,7 @@ class Numbered:
 
 
 class TraceWriter(Numbered):
-    """Writes a trace to a file, which an existing one gives way to.
+    """Writes a trace to a file; an older one gives way to it as soon as a request begins.
 
     `manifest` is that of the engine. Raises UsageError if the file cannot be opened. What cannot be
     written later fails no request: `close` raises EngineError then. Close it, or use it as a
@@ -129,13 +129,14 @@ class TraceWriter(Numbered):
         self.path = user_path("the trace", path)
         self._lock = threading.Lock()
         self._failure: OSError | None = None
+        self._started = False
+        self._is_new = not self.path.exists()
         try:
-            self._file: TextIO = self.path.open("w", encoding="utf-8")
+            self._file: TextIO = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(
                 f"cannot write the trace {self.path}: {error.strerror}; choose another file"
             ) from None
-        self._write("engine", self.header)
 
     def begin(self, sequence: Sequence) -> None:
         """Write the request's parameters and seeds."""
@@ -155,6 +156,8 @@ class TraceWriter(Numbered):
         """Close the file; EngineError if not everything could be written."""
         with self._lock:
             try:
+                if not self._file.closed:
+                    self._start()
                 self._file.close()
             except OSError as error:
                 self._failure = self._failure or error
@@ -172,11 +175,25 @@ class TraceWriter(Numbered):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        if error is not None and not self._started:  # a request was refused: nothing to tell
+            self._file.close()
+            if self._is_new:
+                self.path.unlink(missing_ok=True)
+            return
         try:
             self.close()
         except EngineError:
             if error is None:  # else that one counts
                 raise
+
+    def _start(self) -> None:
+        """Empty the file and describe the engine, once."""
+        if self._started:
+            return
+        self._started = True
+        if self._file.tell():
+            self._file.truncate(0)
+        self._file.write(_line("engine", self.header))
 
     def _write(
         self,
@@ -184,17 +201,22 @@ class TraceWriter(Numbered):
         record: Header | TracedRequest | Eviction | Ending,
         flush: bool = False,
     ) -> None:
-        values = {k: v for k, v in asdict(record).items() if v is not None}
-        line = json.dumps({"event": event, **values}, separators=(",", ":"), allow_nan=False)
+        line = _line(event, record)
         with self._lock:
             if self._file.closed or self._failure is not None:
                 return
             try:
-                self._file.write(line + "\n")
+                self._start()
+                self._file.write(line)
                 if flush:
                     self._file.flush()
             except OSError as error:
                 self._failure = error
+
+
+def _line(event: str, record: Header | TracedRequest | Eviction | Ending) -> str:
+    values = {k: v for k, v in asdict(record).items() if v is not None}
+    return json.dumps({"event": event, **values}, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 @contextmanager

@@ -66,6 +66,7 @@ class _Full:
         raise OSError(28, "No space left on device")
 
     flush = close = lambda self: None
+    tell = lambda self: 0  # noqa: E731
 
 
 def test_a_trace_that_cannot_be_written_fails_no_request(engines: Engines, tmp_path: Path) -> None:
@@ -81,6 +82,21 @@ def test_a_trace_that_cannot_be_written_fails_no_request(engines: Engines, tmp_p
     for wrong in ("", "a\0b", None):
         with pytest.raises(UsageError, match="the trace must be a path"):
             TraceWriter(wrong, engine.manifest)  # type: ignore[arg-type]
+
+
+def test_a_refused_request_leaves_an_older_trace(engines: Engines, tmp_path: Path) -> None:
+    engine = engine_of(engines, "nexus")
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    trace_of(engine, old, [request(300, 5)])
+    before = old.read_bytes()
+    for path in (old, new):
+        args = ("generate", engine.directory, "--prompt", "x " * 5000, "--trace", path)
+        is_error(kvsift(*args), 2, "shorten it")
+    assert old.read_bytes() == before
+    assert not new.exists()
+    for path in (old, new):
+        assert len(trace_of(engine, path, [request(200, 1)]).requests) == 1
+    assert trace_of(engine, old, []).requests == []
 
 
 @pytest.mark.parametrize("tokens", [1, 60])
