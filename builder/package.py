@@ -20,7 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsift.builder.errors import PackageError, UsageError
 from kvsift.builder.families import ModelConfig
+from kvsift.builder.ops import HEAD_REDUCE as HEAD_REDUCE
 from kvsift.builder.ops import OPS_VERSION
+from kvsift.builder.ops import REDUCE as REDUCE
+from kvsift.builder.ops import WALK_ORDER as WALK_ORDER
 from kvsift.builder.policies.base import Layout  # what the runtime knows of policies
 from kvsift.builder.policies.base import Policy as Policy
 

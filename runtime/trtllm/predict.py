@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvsift.builder.errors import UsageError
-from kvsift.builder.ops import HEAD_REDUCE, REDUCE, WALK_ORDER
-from kvsift.builder.policies.base import Policy
-from kvsift.builder.policies.selectors import SELECTORS
+from kvsift.builder.package import HEAD_REDUCE, REDUCE, WALK_ORDER, Policy
 from kvsift.runtime.budgets import forced_units, units_of
 from kvsift.runtime.kernels import Kernels
 from kvsift.runtime.seeds import check_seed, request_seed, seed_words
@@ -19,6 +17,8 @@ from kvsift.runtime.trtllm.metadata import context_lens, integers, split_qk
 
 #: Scorers that need nothing but the newest queries and the keys of one layer.
 SCORERS = ("nexus", "snapkv")
+#: The op of each selector that keeps as many units in every row.
+SELECTORS = {"topk": "TopKSelect", "reservoir": "ReservoirSelect"}
 
 
 class SparseKv:
@@ -51,11 +51,11 @@ class SparseKv:
         self.policy, self.kernels = policy, kernels
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.prompt_budget = int(prompt_budget)
-        self._selector = policy.selector if policy.prefill_selector == "same" else "topk"
+        self.selector = policy.selector if policy.prefill_selector == "same" else "topk"
         plain = policy.layer_budgets == "uniform" and not policy.recent_fraction
-        if policy.scorer not in SCORERS or self._selector not in ("topk", "reservoir") or not plain:
+        if policy.scorer not in SCORERS or self.selector not in SELECTORS or not plain:
             raise UsageError(
-                f"policy {policy.name!r} (scorer {policy.scorer!r}, selector {self._selector!r}) "
+                f"policy {policy.name!r} (scorer {policy.scorer!r}, selector {self.selector!r}) "
                 f"does not fit here; allowed: scorers {' and '.join(SCORERS)}, selectors topk "
                 "and reservoir, the same budget in every layer, no recent_fraction"
             )
@@ -203,13 +203,13 @@ class _Eviction:
         }
         pins = self._ints(np.zeros((1, 1, 2)))
         rest = (self.budget, self.all_ids, self.seen, pins)
-        selector = SELECTORS[owner._selector]
-        if selector.name == "topk":
-            return self._op(selector.op, attrs, (score, *rest))
+        op = SELECTORS[owner.selector]
+        if owner.selector == "topk":
+            return self._op(op, attrs, (score, *rest))
         seed = self.arrays.put(seed_words([owner.draw_seed(request)]))
         draws = int(policy.selector_options["draws"])
         uniform = {"draws": draws, "heads_per_layer": owner.num_kv_heads}
         u = self._op("PhiloxUniform", uniform, (self.all_ids, seed, self._ints([0])))
         # As the builder does: the weights of nexus are shares already.
         attrs["normalize"] = int(policy.scorer != "nexus")
-        return self._op(selector.op, attrs, (score, u, *rest))
+        return self._op(op, attrs, (score, u, *rest))
