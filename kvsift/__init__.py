@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsift.builder.errors import KvsiftError
+    from kvsift.runtime.kv_cache_config import KvCacheConfig
     from kvsift.runtime.llm import LLM
     from kvsift.runtime.output import CompletionOutput, RequestOutput
     from kvsift.runtime.params import EvictionParams, SamplingParams
@@ -18,6 +19,7 @@ __all__ = [
     "CompletionOutput",
     "EvictionParams",
     "GenerationResult",
+    "KvCacheConfig",
     "KvsiftError",
     "RequestOutput",
     "SamplingParams",
@@ -30,6 +32,7 @@ _HOMES = {
     "CompletionOutput": "kvsift.runtime.output",
     "EvictionParams": "kvsift.runtime.params",
     "GenerationResult": "kvsift.runtime.results",
+    "KvCacheConfig": "kvsift.runtime.kv_cache_config",
     "KvsiftError": "kvsift.builder.errors",
     "RequestOutput": "kvsift.runtime.output",
     "SamplingParams": "kvsift.runtime.params",

@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from kvsift.builder.errors import UsageError
+from kvsift.builder.package import load_manifest
 from kvsift.runtime.chat import ChatTemplate, Message, encode_chat
 from kvsift.runtime.dialogue import next_turn
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.kv_cache_config import KvCacheConfig
 from kvsift.runtime.output import RequestOutput
 from kvsift.runtime.params import EvictionParams, SamplingParams, listed
 from kvsift.runtime.paths import user_path
@@ -33,8 +35,9 @@ class LLM:
 
     `max_batch` sequences run at a time (default: what the engine was built for) on `threads`
     threads (default: ONNX Runtime's choice). `kv_memory` (bytes, or text such as "2GiB") bounds the
-    KV caches and decides how many sequences run at a time, `max_batch` at most. `verify` compares
-    the files' hashes with the manifest first. `max_queue` requests may wait; `prefill_chunks` as in
+    KV caches and decides how many sequences run at a time, `max_batch` at most; `kv_cache_config`
+    says the same under TensorRT-LLM's names. `verify` compares the files' hashes with the manifest
+    first. `max_queue` requests may wait; `prefill_chunks` as in
     `Scheduler`. Any thread and any event loop may use it. `close()`, or leaving it as a context
     manager, cancels what still runs. Raises PackageError or EngineError when the engine cannot run
     here, CapacityError when not one sequence fits.
@@ -46,6 +49,7 @@ class LLM:
         *,
         max_batch: int | None = None,
         kv_memory: int | str | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
         threads: int | None = None,
         verify: bool = False,
         max_queue: int = 256,
@@ -55,8 +59,21 @@ class LLM:
             from kvsift.runtime.console import parse_size
 
             kv_memory = parse_size(kv_memory)
+        directory = user_path("engine_dir", engine_dir)
+        if kv_cache_config is not None:
+            if kv_memory is not None:
+                raise UsageError(
+                    f"kv_memory and kv_cache_config both bound the caches, got {kv_memory} and "
+                    f"{kv_cache_config}; give one of them"
+                )
+            if not isinstance(kv_cache_config, KvCacheConfig):
+                raise UsageError(
+                    f"kv_cache_config must be a KvCacheConfig, got {type(kv_cache_config).__name__}"
+                    "; give KvCacheConfig(max_tokens=...)"
+                )
+            kv_memory = kv_cache_config.kv_memory(load_manifest(directory))
         self.engine = Engine(
-            user_path("engine_dir", engine_dir),
+            directory,
             max_batch=max_batch,
             kv_memory=kv_memory,
             threads=threads,
