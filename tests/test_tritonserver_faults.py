@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,7 +141,9 @@ def test_the_command_ends_when_a_model_dies(
             list(responses)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert "error: the process of a model has died" in errors.splitlines()[-1]
+    # Seen once in many runs: server 2.51 aborts by itself before its dead stub is noticed.
+    died = r"error: (the process of a model has died|tritonserver ended with -6)"
+    assert re.match(died, errors.splitlines()[-1])
 
 
 def test_the_command_ends_with_ctrl_c(command: tuple[subprocess.Popen[str], Client]) -> None:
