@@ -66,7 +66,7 @@ test-rest: dev
 test-parity: .venv-parity/.installed
 	$(PARITY_PY) -m pytest -m parity $(PYTEST_ARGS)
 
-# In one run of twelve a request to server 2.51 got no answer, or the server aborted, and why is not
+# In two of some fifteen runs the first refused request got no answer (server 2.51), and why is not
 # known: what failed is run once more, and must pass then.
 test-triton: .venv-triton/.installed
 	$(TRITON_PY) -m pytest -m triton tests/test_tritonserver*.py $(PYTEST_ARGS) || \
