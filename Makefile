@@ -66,11 +66,8 @@ test-rest: dev
 test-parity: .venv-parity/.installed
 	$(PARITY_PY) -m pytest -m parity $(PYTEST_ARGS)
 
-# In two of some fifteen runs the first refused request got no answer (server 2.51), and why is not
-# known: what failed is run once more, and must pass then.
 test-triton: .venv-triton/.installed
-	$(TRITON_PY) -m pytest -m triton tests/test_tritonserver*.py $(PYTEST_ARGS) || \
-	  $(TRITON_PY) -m pytest -m triton --last-failed tests/test_tritonserver*.py $(PYTEST_ARGS)
+	$(TRITON_PY) -m pytest -m triton tests/test_tritonserver*.py $(PYTEST_ARGS)
 
 test-quick: dev
 	$(PY) -m pytest -m "not parity and not triton and not slow" -n 2 --dist loadfile $(PYTEST_ARGS)

@@ -239,7 +239,6 @@ def test_a_bad_request_is_told_what_is_wrong(client: Client, case: str) -> None:
     asked = {
         key: value for key, value in ({"text_input": "x"} | given).items() if value is not None
     }
-    refused = client.outcome("refused")
     for action in ("generate", "generate_stream"):
         status, text = client.post(action, asked)
         assert status == 400, text
@@ -249,8 +248,15 @@ def test_a_bad_request_is_told_what_is_wrong(client: Client, case: str) -> None:
     with pytest.raises(InferenceServerException) as caught, client.grpc(**asked) as responses:
         list(responses)
     assert words in caught.value.message()
-    eventually(lambda: client.outcome("refused") == refused + 3)
     assert client.generate(text_input="x", max_tokens=2)["num_output_tokens"] == 2
+
+
+def test_refused_requests_are_counted(client: Client) -> None:
+    client.settled()  # earlier requests are counted a moment after their answers
+    refused = client.outcome("refused")
+    for _ in range(3):
+        assert client.post("generate", {"text_input": "x", "max_tokens": -1})[0] == 400
+    eventually(lambda: client.outcome("refused") == refused + 3)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +287,7 @@ def test_a_wrong_type_over_grpc(client: Client) -> None:
 
 
 def test_cancelling_frees_the_slot(client: Client, engine: Engine) -> None:
+    client.settled()
     cancelled = client.outcome("cancelled")
     with client.grpc(**LONG) as responses:
         first = next(responses)
