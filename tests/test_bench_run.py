@@ -116,6 +116,10 @@ def test_evictions_are_found_where_they_fall(out: Path, record: Any) -> None:
     rows = {r["engine"]: r for r in record[0]["rows"] if r["density"] in (0.3, 1.0)}
     assert rows["nexus"].keys() >= {"eviction_ms", "eviction_share"}
     assert "eviction_ms" not in rows["snapkv"].keys() | rows["full"].keys()
+    for name in ("nexus", "snapkv"):
+        ms, share = rows[name]["prompt_eviction_ms"], rows[name]["prompt_eviction_share"]
+        assert share == pytest.approx(ms / rows[name]["ttft_ms"])
+    assert "prompt_eviction_ms" not in rows["full"]
 
 
 def test_output_says_who_took_no_part(record: tuple[dict[str, Any], str], out: Path) -> None:

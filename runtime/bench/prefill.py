@@ -13,6 +13,7 @@ from kvsift.runtime.bench.decode import Pair
 from kvsift.runtime.bench.timing import Series, interleave, spread_of
 from kvsift.runtime.bench.transformers_peer import Peer
 from kvsift.runtime.budgets import units_of
+from kvsift.runtime.engine import Engine
 from kvsift.runtime.sessions import Step
 from kvsift.runtime.slots import evictions, kept_units, move_to
 
@@ -49,7 +50,7 @@ def measure(
 
     rows = []
     for pair, one in zip(pairs, ours, strict=True):
-        cost = _eviction(pair, prompt)
+        cost = eviction_cost(pair.evicted, prompt)
         share = (cost["eviction_ms"] + cost["gather_ms"]) / one.median_ms
         rows.append(
             {
@@ -78,15 +79,17 @@ def _reader(pair: Pair, prompt: list[int]) -> Callable[[], Any]:
     return read
 
 
-def _eviction(pair: Pair, prompt: list[int]) -> dict[str, float]:
-    """Return ms of the eviction nodes and of the gather at the end of the prompt.
+def eviction_cost(
+    engine: Engine, prompt: list[int], density: float | None = None
+) -> dict[str, float]:
+    """Return ms of the eviction nodes and of the gather at the end of a prompt just read.
 
     The nodes read the cache and the window, not the chunk, so they are timed in a step of one
     token over all rows of the scratch, with and without eviction by turns; the difference would
     drown in the seconds of a whole chunk.
     """
-    engine, tokens = pair.evicted, len(prompt)
-    sequence = steps.prepare(engine, prompt)
+    tokens = len(prompt)
+    sequence = steps.prepare(engine, prompt, density)
     source = engine.new_slot(sequence, 0, units_of(tokens, engine.manifest.policy.block_size))
     source.append(tokens)
     step = Step(

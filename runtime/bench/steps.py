@@ -13,10 +13,10 @@ from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.sequence import Sequence
 
 
-def prepare(engine: Engine, prompt: list[int]) -> Sequence:
+def prepare(engine: Engine, prompt: list[int], density: float | None = None) -> Sequence:
     """Return a request for `prompt` that has not run yet; its seeds are fixed."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
-    return engine.prepare(0, Request(prompt, sampling, EvictionParams()))
+    return engine.prepare(0, Request(prompt, sampling, EvictionParams(density=density)))
 
 
 class EvictedSteps:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsift.runtime.bench import prefill
 from kvsift.runtime.bench.bandwidth import Bandwidth
 from kvsift.runtime.bench.contestants import Contestant, Ours, Run
 from kvsift.runtime.bench.timing import spread_of
@@ -47,11 +48,18 @@ def measure(
                 mine.append(contestant.run(prompt[:context], output, batch))
                 on_run(f"{contestant.name} {contestant.weights}, {context} tokens")
         gb_s = bandwidth.gb_s()[0]
-        rows += [
-            _row(c, mine, context, output, batch, gb_s, grid.memory)
-            for c, mine in zip(taking, runs, strict=True)
-        ]
+        for c, mine in zip(taking, runs, strict=True):
+            rows.append(_row(c, mine, context, output, batch, gb_s, grid.memory))
+            if isinstance(c, Ours) and c.engine.manifest.policy.evicts and c.density < 1:
+                rows[-1] |= _at_the_end(c, list(prompt[:context]), rows[-1]["ttft_ms"])
     return rows
+
+
+def _at_the_end(ours: Ours, prompt: list[int], ttft_ms: float) -> dict[str, float]:
+    """Return ms of the eviction at the prompt's end, and its share of the time to read it."""
+    cost = prefill.eviction_cost(ours.engine, prompt, ours.density)
+    ms = cost["eviction_ms"] + cost["gather_ms"]
+    return {"prompt_eviction_ms": ms, "prompt_eviction_share": ms / ttft_ms}
 
 
 def takes_batches(contestant: Contestant) -> bool:

@@ -13,7 +13,8 @@ from kvsift.runtime.console import size_text
 Row = dict[str, Any]
 SPEED = (
     "engine", "weights", "density", "context", "output", "batch", "TTFT ms", "ITL ms", "spread",
-    "ITL p95", "tokens/s", "eviction", "floor ms", "x floor", "KV share",
+    "ITL p95", "tokens/s", "eviction, prompt", "eviction, decode", "floor ms", "x floor",
+    "KV share",
 )  # fmt: skip
 MEMORY = (
     "engine", "weights", "density", "context", "batch", "KV used", "KV allocated", "scratch",
@@ -37,11 +38,18 @@ def speed(rows: list[Row]) -> str:
             r["engine"], r["weights"], f"{r['density']:g}", str(r["context"]), str(r["output"]),
             str(r["batch"]), f"{r['ttft_ms']:.0f}", f"{r['itl_ms']:.1f}", f"{r['itl_spread']:.0%}",
             f"{r['itl_p95_ms']:.1f}", f"{r['tokens_s']:.1f}",
-            f"{r['eviction_ms']:+.1f} ms, {r['eviction_share']:.1%}" if "eviction_ms" in r else "-",
+            _cost(r, "prompt_eviction"), _cost(r, "eviction"),
             f"{floor:.1f}" if floor else "-", f"{r['itl_ms'] / floor:.2f}" if floor else "-",
             f"{r['kv_share']:.0%}" if floor else "-",
         ))  # fmt: skip
     return table(SPEED, lines)
+
+
+def _cost(row: Row, name: str) -> str:
+    """Return what an eviction adds, in ms and as a share of reading or of decoding."""
+    if f"{name}_ms" not in row:
+        return "-"
+    return f"{row[f'{name}_ms']:+.1f} ms, {row[f'{name}_share']:.2%}"
 
 
 def memory(rows: list[Row]) -> str:
