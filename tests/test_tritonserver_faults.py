@@ -37,7 +37,8 @@ from kvsift.runtime.triton.server import TritonServer, free_ports
 
 pytestmark = pytest.mark.triton
 ASKED = {"text_input": "tell me more and more", "ignore_eos": True, "seed": 1, "stream": True}
-LONG = ASKED | {"max_tokens": 6000}
+LONG = ASKED | {"max_tokens": 60_000}
+ABORT = -signal.SIGABRT
 
 
 @pytest.fixture
@@ -88,19 +89,35 @@ def test_a_killed_model_is_reported_and_the_next_start_is_clean(
         with client.grpc(**LONG) as responses:
             next(responses)
             os.kill(stubs(pid_of(server))[0], signal.SIGKILL)
-            eventually(lambda: "not healthy" in client.post("generate", {"text_input": "x"})[1])
-        with (
-            pytest.raises(InferenceServerException, match="not healthy"),
-            client.grpc(**ASKED) as responses,
-        ):
-            list(responses)
-        # The other model is not touched.
-        assert Client(server, "flat").generate(text_input="x", max_tokens=2)
-        with pytest.raises(EngineError, match="process of a model has died"):
-            server.wait()
+            eventually(lambda: aborted(server) or unhealthy(client))
+        if aborted(server):
+            assert server.wait() == ABORT
+        else:
+            with (
+                pytest.raises(InferenceServerException, match="not healthy"),
+                client.grpc(**ASKED) as responses,
+            ):
+                list(responses)
+            # The other model is not touched.
+            assert Client(server, "flat").generate(text_input="x", max_tokens=2)
+            with pytest.raises(EngineError, match="process of a model has died"):
+                server.wait()
     assert server.shared_memory() == []
     with TritonServer(repository, log=tmp_path / "log") as server:
         assert Client(server).generate(text_input="x", max_tokens=2)["num_output_tokens"] == 2
+
+
+def unhealthy(client: Client) -> bool:
+    """Whether the server tells that a model's process has died."""
+    with contextlib.suppress(OSError):  # it may abort while it answers
+        return "not healthy" in client.post("generate", {"text_input": "x"})[1]
+    return False
+
+
+def aborted(server: TritonServer) -> bool:
+    """Whether the server has ended: it does where a model dies that holds a lock of both."""
+    assert server.process is not None
+    return server.process.poll() is not None
 
 
 def pid_of(server: TritonServer) -> int:
@@ -142,8 +159,7 @@ def test_the_command_ends_when_a_model_dies(
             list(responses)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    # Seen once in many runs: server 2.51 aborts by itself before its dead stub is noticed.
-    died = r"error: (the process of a model has died|tritonserver ended with -6)"
+    died = rf"error: (the process of a model has died|tritonserver ended with {ABORT})"
     assert re.match(died, errors.splitlines()[-1])
 
 
@@ -175,22 +191,17 @@ def test_status_codes_and_a_full_queue(engines: Engines, tmp_path: Path) -> None
             status, text = client.post("generate", {"text_input": "x"})
             assert (status, full in text) == (400, True), text
             del second
-        # The first may have come to its end by now.
-        eventually(lambda: client.outcome("cancelled") + client.outcome("length") == 2)
+        eventually(lambda: client.outcome("cancelled") == 2)
         answer: dict[str, Any] = client.generate(text_input="x", max_tokens=2)
         assert answer["num_output_tokens"] == 2
         assert client.outcome("refused") == 1
         refused(client, "INVALID_ARGUMENT", "density must be in (0, 1], got 7", density=7.0)
     with TritonServer(repository, log=tmp_path / "log") as server:
         client = Client(server)
-        for _ in range(5):  # on a busy machine the first ends before the third arrives
-            with client.grpc(**LONG) as first, client.grpc(**LONG):
-                next(first)
-                eventually(lambda: client.metric("kvsift_queued_requests") == 1)
-                with contextlib.suppress(pytest.fail.Exception):
-                    refused(client, "UNAVAILABLE", full)
-                    return
-        pytest.fail("a request beyond the queue was never refused")
+        with client.grpc(**LONG) as first, client.grpc(**LONG):
+            next(first)
+            eventually(lambda: client.metric("kvsift_queued_requests") == 1)
+            refused(client, "UNAVAILABLE", full)
 
 
 def refused(client: Client, code: str, words: str, **values: Any) -> None:
