@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from kvsift.runtime.paths import user_path
 from kvsift.runtime.seeds import Seeds, check_seed
 
 #: Raised whenever an older reader could misread a file.
-FORMAT = 1
+FORMAT = 2
 _HEAD = "kvsift_session"
 
 
@@ -55,6 +57,7 @@ def save_conversation(path: str | Path, conversation: Conversation, manifest: Ma
         "seeds": [conversation.seeds.sampling, conversation.seeds.eviction],
         "turns": conversation.turns,
     }
+    head["crc32"] = checksum(head, tensors)
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
@@ -68,6 +71,15 @@ def save_conversation(path: str | Path, conversation: Conversation, manifest: Ma
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def checksum(head: Mapping[str, Any], tensors: Mapping[str, Array]) -> int:
+    """Return the CRC-32 of a session's tensors, and of its head without the sum itself."""
+    said = {name: value for name, value in head.items() if name != "crc32"}
+    found = zlib.crc32(json.dumps(said, sort_keys=True).encode())
+    for name in sorted(tensors):
+        found = zlib.crc32(np.ascontiguousarray(tensors[name]).data, found)
+    return found
 
 
 def check_writable(path: str | Path) -> Path:
@@ -112,7 +124,10 @@ def load_conversation(path: str | Path, manifest: Manifest) -> Conversation:
             f"is {ours[:12]}, format {FORMAT}; load it with the engine that saved it"
         )
     try:
-        return _conversation(head, tensors, manifest)
+        made = _conversation(head, tensors, manifest)
+        if head["crc32"] != checksum(head, tensors):
+            raise ValueError("its values are not those that were saved")
+        return made
     except (KeyError, TypeError, ValueError) as error:  # a UsageError is a ValueError
         raise SessionError(f"{path} is damaged ({error!s:.80}); save it anew") from None
 

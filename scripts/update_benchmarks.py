@@ -45,6 +45,36 @@ def fidelity(found: Found) -> str:
     )
 
 
+def stream(found: Found) -> str:
+    settings, samples = found["settings"], found["samples"]
+    size = settings["follow"] // settings["bins"]
+    kinds = sorted({s["kind"] for s in samples}, reverse=True)
+    parts = [
+        (f"{part * size + 1} to {(part + 1) * size}", report.cells(samples, "kl", part))
+        for part in range(settings["bins"])
+    ]
+    columns = [
+        report.Column(f"{kind}, {tokens}", cells, kind, d)
+        for d in settings["densities"]
+        for kind in kinds
+        for tokens, cells in parts
+    ]
+    pairs = [p for name in ("selector", "prefill_selector", "walk") for p in suites.CONTRASTS[name]]
+    head = (
+        f"KL to the full cache in nats by the position of the token after the prompt, "
+        f"{_counts(found)}, density {', '.join(f'{d:g}' for d in settings['densities'])}; a block "
+        "is evicted each 32 tokens, teacher-forced."
+    )
+    return "\n\n".join(
+        (
+            head,
+            report.overview(columns),
+            "a minus b, paired (below zero: a is nearer to the full cache):",
+            report.contrast_table(columns, pairs),
+        )
+    )
+
+
 def ablate(found: Found) -> str:
     columns = _columns(found, "kl")
     head = f"KL in nats, a minus b (below zero: a is nearer to the full cache), {_counts(found)}."
@@ -61,11 +91,32 @@ def seeds(found: Found) -> str:
 
 
 def ruler(found: Found) -> str:
-    settings, samples = found["settings"], found["samples"]
-    made = ruler_run.markdown(
-        samples, settings["densities"], settings["length"], settings["query_aware"], "nexus"
+    samples, densities = found["samples"], found["settings"]["densities"]
+    tasks = _tasks(found)
+    every = [*samples, *ruler_run.together(samples)]
+    cells = report.cells(every, "score")
+    whole = [report.Column(f"density {d:g}", cells, ruler_run.ALL, d) for d in densities]
+    head = (
+        f"Accuracy over {len(samples)} samples ({', '.join(tasks)}; {len(samples) // len(tasks)} "
+        "each), standard errors over samples: 0 where all samples agree."
     )
-    return re.sub(r"^#+ (.*)$", r"\1:", made, flags=re.M).strip()
+    each = []
+    for d in densities:
+        columns = [report.Column(task, cells, task, d) for task in tasks]
+        each.append(f"Density {d:g}:\n\n{report.overview(columns)}")
+    return "\n\n".join(
+        (
+            head,
+            report.overview(whole),
+            "Paired differences to the full cache:",
+            report.differences(whole, "full"),
+            "Paired differences to `nexus`; above zero is better than it:",
+            report.differences(whole, "nexus"),
+            "<details><summary>Task by task</summary>",
+            *each,
+            "</details>",
+        )
+    )
 
 
 def session(found: Found) -> str:
@@ -94,6 +145,7 @@ def run(found: Found) -> str:
 
 PARTS: dict[str, Callable[[Found], str]] = {
     "fidelity": fidelity,
+    "stream": stream,
     "ablate": ablate,
     "seeds": seeds,
     "sessions": session,
@@ -110,6 +162,10 @@ PARTS: dict[str, Callable[[Found], str]] = {
 #: Heading of each part, and the command that made it, less `--out results`.
 HEADS: dict[str, tuple[str, str]] = {
     "fidelity": ("### Every policy", "eval fidelity --samples {n} --follow {follow}"),
+    "stream": (
+        "### While decoding evicts, too",
+        "eval stream --samples {n} --follow {follow} --seeds {seeds}",
+    ),
     "ablate": ("", "eval ablate --samples {n} --follow {follow} --seeds {seeds}"),
     "seeds": ("", "eval seeds --samples {n} --follow {follow} --seeds {seeds}"),
     "sessions": (
@@ -118,11 +174,11 @@ HEADS: dict[str, tuple[str, str]] = {
     ),
     "ruler-1024-aware": (
         "### RULER at 1024 tokens, question in the prompt",
-        "eval ruler --samples {n} --max-new {max_new} --query-aware",
+        "eval ruler {tasks} --samples {n} --max-new {max_new} --query-aware",
     ),
     "ruler-1024-unaware": (
         "### RULER at 1024 tokens, question after the eviction",
-        "eval ruler --samples {n} --max-new {max_new} --no-query-aware",
+        "eval ruler {tasks} --samples {n} --max-new {max_new} --no-query-aware",
     ),
     "agreement-kl": ("", "eval agreement --samples {n} --follow 32"),
     "agreement-niah_single_2": (
@@ -156,7 +212,10 @@ def _head(name: str, found: Found) -> str:
     """Return heading, command and date of a part."""
     heading, command = HEADS[name]
     kinds = [s["kind"] for s in found.get("samples", [])]
-    settings = found.get("settings", {}) | {"n": max(map(kinds.count, kinds), default=0)}
+    settings = found.get("settings", {}) | {
+        "n": max(map(kinds.count, kinds), default=0),
+        "tasks": " ".join(f"--task {task}" for task in _tasks(found)),
+    }
     said = f"`kvsift {command.format(**settings)}`, {found['date'][:10]}."
     return f"{heading}\n\n{said}\n\n" if heading else f"{said}\n\n"
 
@@ -179,6 +238,10 @@ def _columns(found: Found, metric: str) -> list[report.Column]:
         for kind in kinds
         for d in found["settings"]["densities"]
     ]
+
+
+def _tasks(found: Found) -> list[str]:
+    return list(dict.fromkeys(s["kind"] for s in found.get("samples", [])))
 
 
 def _counts(found: Found) -> str:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tiny
 from engines import Engines, prompt, request, run_and_inspect
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from kvsift.builder.errors import CapacityError, EngineError, UsageError
@@ -134,15 +136,29 @@ def test_kl_is_that_of_scipy(lab: Lab) -> None:
     assert np.isnan(nll[2:]).all()
 
 
-@pytest.mark.parametrize(("density", "tokens"), [(0.2, 192), (0.5, 512), (0.001, 96)])
-def test_every_variant_gets_the_same_number_of_tokens(density: float, tokens: int) -> None:
+@pytest.mark.parametrize(("density", "tokens"), [(0.2, 192), (0.5, 512), (0.001, 96), (1.0, 1024)])
+def test_blocks_of_32_set_the_budget(density: float, tokens: int) -> None:
     for mode in suites.MODES:
         policy = resolve("nexus", options={"head_reduce": mode})
         assert fair_budget(policy, 1024, density) == tokens // 32
-    if density >= 0.2:
-        assert fair_budget(resolve("streaming"), 1024, density) == tokens
-        assert fair_budget(resolve("nexus", options=SMALL), 1024, density) == tokens // 8
     assert fair_budget(resolve("full"), 1024, density) is None
+
+
+@given(st.integers(120, 3000), st.floats(0.01, 1.0))
+def test_every_variant_holds_the_same_number_of_tokens(prompt_tokens: int, density: float) -> None:
+    held = {}
+    for name, block_size in (("nexus", 32), ("nexus", 16), ("nexus", 8), ("nexus", 1), ("tova", 1),
+                             ("streaming", 1), ("random", 1)):  # fmt: skip
+        policy = resolve(name, options={"block_size": block_size} if name == "nexus" else None)
+        units = fair_budget(policy, prompt_tokens, density)
+        assert units is not None
+        # The newest unit, which stays, is the one that may be partial.
+        held[name, block_size] = min(
+            prompt_tokens, units * block_size - -prompt_tokens % block_size
+        )
+    assert len(set(held.values())) == 1, held
+    blocks = -(-prompt_tokens // 32)
+    assert next(iter(held.values())) <= max(4, density * blocks + 1e-6) * 32
 
 
 def test_a_lab_refuses_other_engines_and_long_texts(engines: Engines, lab: Lab) -> None:

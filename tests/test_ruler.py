@@ -146,7 +146,7 @@ def test_the_command_runs_and_resumes(
         assert list(runs) == ["full", "nexus", "nestedkv", "snapkv", "random-blocks"]
         assert sample["tokens"] >= runs["full"]["kept"] > sample["tokens"] - 80
         assert 0.45 < runs["snapkv"]["kept"] / runs["full"]["kept"] <= 0.55
-        assert all(abs(runs[n]["kept"] - runs["snapkv"]["kept"]) <= 32 for n in list(runs)[1:])
+        assert len({runs[n]["kept"] for n in list(runs)[1:]}) == 1
         assert all(0 <= r["score"] <= 1 for r in sample["runs"])
     before = (tmp_path / f"ruler-1024-{state[0]}.jsonl").read_text()
     CliRunner().invoke(app, arguments, catch_exceptions=False)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from kvsift.builder.errors import SessionError, UsageError
+from kvsift.runtime.conversation_file import checksum
 from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.llm import LLM
@@ -42,6 +43,9 @@ def parts(path: Path) -> Parts:
 
 
 def write(path: Path, head: Any, tensors: dict[str, Any]) -> None:
+    """Write a session; its checksum is right, so that the other checks are needed."""
+    if isinstance(head, dict):
+        head = {**head, "crc32": checksum(head, tensors)}
     text = head if isinstance(head, str) else json.dumps(head)
     save_file({n: np.ascontiguousarray(a) for n, a in tensors.items()}, path, {HEAD: text})
 
@@ -66,6 +70,21 @@ def test_a_damaged_head_is_refused(engines: Engines, tmp_path: Path) -> None:
         with pytest.raises(SessionError, match=r"damaged|no session|another engine"):
             engine.load_session(path, "t")
     assert engine.conversations.ids() == ["s"]
+
+
+def test_one_flipped_bit_is_noticed(engines: Engines, tmp_path: Path) -> None:
+    engine, path = talked(engines, "nexus", tmp_path)
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for at in np.linspace(start, len(whole) - 1, 40).astype(int):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(SessionError, match="is damaged"):
+            engine.load_session(path, "t")
+    path.write_bytes(whole)
+    head, tensors = parts(path)
+    save_file(tensors, path, {HEAD: json.dumps({**head, "steps": head["steps"] + 1})})
+    with pytest.raises(SessionError, match="values are not those that were saved"):
+        engine.load_session(path, "t")
 
 
 @pytest.mark.parametrize("name", ["nexus", "adakv-both", "h2o", "expected_attention"])

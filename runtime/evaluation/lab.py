@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from kvsift.builder import names
 from kvsift.builder.errors import EngineError
 from kvsift.builder.package import Policy
-from kvsift.runtime.budgets import BudgetRule, units_of
+from kvsift.runtime.budgets import BudgetRule, forced_units, units_of
 from kvsift.runtime.evaluation.stage import Floats, Stage
 from kvsift.runtime.evaluation.variants import Variant
 from kvsift.runtime.host_cache import HostCache
@@ -40,18 +40,28 @@ from kvsift.runtime.slots import (
 BLOCK = 32
 
 
-def fair_budget(policy: Policy, prompt_tokens: int, density: float) -> int | None:
-    """Return the units that a policy keeps of a prompt, None for all.
+def fair_tokens(prompt_tokens: int, density: float) -> int:
+    """Return the tokens that every policy keeps of a prompt: those of blocks of BLOCK.
 
-    Every policy gets as many tokens as one with blocks of BLOCK would keep, so that all are
-    compared at the same size. There is no minimum budget.
+    floor(density * blocks), but the first, the newest, a partial tail and one more; the tail
+    counts as a block and holds less. There is no other minimum.
     """
-    blocks = int(density * units_of(prompt_tokens, BLOCK) + 1e-9)
-    return token_budget(policy, prompt_tokens, max(1, blocks * BLOCK))
+    blocks = units_of(prompt_tokens, BLOCK)
+    least = forced_units(prompt_tokens, BLOCK, sink_units=1, recent_units=1) + 1
+    kept = min(blocks, max(least, int(density * blocks + 1e-9)))
+    return kept * BLOCK - -prompt_tokens % BLOCK
 
 
-def token_budget(policy: Policy, prompt_tokens: int, tokens: int) -> int | None:
-    """Return the units of a budget in tokens, None for a policy that keeps all."""
+def fair_budget(policy: Policy, prompt_tokens: int, density: float) -> int | None:
+    """Return the units that a policy keeps of a prompt, None for all: see `fair_tokens`."""
+    return token_budget(policy, prompt_tokens, fair_tokens(prompt_tokens, density))
+
+
+def token_budget(policy: Policy, seen: int, tokens: int) -> int | None:
+    """Return the units in which a policy holds `tokens` of `seen`, None if it keeps all.
+
+    A partial tail is a unit that holds less.
+    """
     if policy.scope == "none":
         return None
     rule = BudgetRule(
@@ -64,7 +74,8 @@ def token_budget(policy: Policy, prompt_tokens: int, tokens: int) -> int | None:
         capacity=1 << 30,
         max_positions=1 << 30,
     )
-    return rule.units(prompt_tokens, EvictionParams(budget_tokens=tokens), 0)
+    whole = tokens + -seen % policy.block_size
+    return rule.units(seen, EvictionParams(budget_tokens=whole), 0)
 
 
 class Lab:
