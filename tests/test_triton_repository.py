@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,18 @@ def test_without_the_server_its_fix_is_named(
     with pytest.raises(UsageError, match="no Triton Inference Server"):
         TritonServer(tmp_path)
     is_error(kvsift("tritonserver", tmp_path / "none"), 2, "no model repository")
+
+
+def test_numpy_that_the_server_cannot_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would answer with wrong numbers, and nobody would know."""
+    server = tmp_path / "tritonserver" / "bin" / "tritonserver"
+    server.parent.mkdir(parents=True)
+    server.touch()
+    spec = ModuleSpec("pytriton", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    monkeypatch.setattr(np, "__version__", "2.1.0")
+    with pytest.raises(UsageError, match=r"corrupts tensors of numpy 2\.1\.0; pip install"):
+        bundled()
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "triton.md").read_text(encoding="utf-8")
