@@ -167,6 +167,7 @@ def needles_command(
     Example: kvsift eval needles --samples 32 --out results
     """
     specs = suites.pick(suites.suite(suite), variant)
+    chosen = suites.reference(reference, specs)
     lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
     text = texts.load_prose(prose)
@@ -181,7 +182,6 @@ def needles_command(
         return runs, {"answer": needle.answer, "depth": needle.depth}
 
     runner.run(store, haystacks, measure)
-    chosen = reference or suites.default_reference(specs)
     print(runner.write_reports(out, "needles", store, settings, "correct", "accuracy", chosen))
     found = report.cells(store.samples, "correct")
     columns = [report.Column(f"density {d:g}", found, "prose", d) for d in density]
@@ -220,6 +220,7 @@ class _Common:
 def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     size = settings.prompt + settings.follow
     specs = suites.pick(suites.suite(asked.suite), asked.only)
+    reference = suites.reference(asked.reference, specs)
     lab, variants = builds.prepare(asked.out, asked.model, size + 64, specs, asked.threads)
     samples = _texts(lab, asked, size)
     recorded = asdict(settings) | builds.recorded(lab, variants)
@@ -237,7 +238,6 @@ def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
         return runs, {}
 
     runner.run(store, samples, measure)
-    reference = asked.reference or suites.default_reference(specs)
     print(runner.write_reports(asked.out, title, store, recorded, "kl", "KL (nats)", reference))
     plots.maybe(lambda: _plot(asked.out, title, store, settings))
 

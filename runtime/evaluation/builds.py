@@ -19,7 +19,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 import kvsift
-from kvsift.builder.errors import PackageError, UsageError
+from kvsift.builder.errors import CapacityError, PackageError, UsageError
 from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.families import tensor_shapes
 from kvsift.builder.package import Limits, ModelConfig, Policy, load_manifest
@@ -57,6 +57,11 @@ def prepare(
     second engine, whose heads differ in length, is made only if a variant needs it.
     """
     source = open_model(default_model() if model is None else model)
+    if capacity > source.config.max_positions:
+        raise CapacityError(
+            f"a sample may have {capacity} tokens and the model has {source.config.max_positions} "
+            "positions; ask for shorter or fewer parts"
+        )
     variants = [make_variant(source.config, spec) for spec in specs]
     uneven = any(v.policy.evicts and not v.policy.shared_lens for v in variants)
     engine = _obtain(source, out / "engine", reader())
