@@ -264,3 +264,27 @@ def test_commands_run_resume_and_report(tmp_path: Path) -> None:
     arguments = ["fidelity", "--prompt", "288", "--follow", "16", *common]
     with pytest.raises(UsageError, match="choose another --out"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_results_of_other_models_and_texts_are_not_mixed(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        tiny.write_hf(tmp_path / f"model{seed}", seed=seed)
+        numbers = " ".join(f"{seed} says {i * i}." for i in range(3000))
+        (tmp_path / f"{seed}.txt").write_text(numbers)
+
+    def run(model: int, prose: int) -> None:
+        given = {"out": "out", "model": f"model{model}", "prose": f"{prose}.txt"}
+        arguments = [x for k, v in given.items() for x in (f"--{k}", str(tmp_path / v))]
+        arguments += ["--samples", "1", "--threads", "1", "--prompt", "128", "--follow", "8"]
+        for name in ("full", "nexus"):
+            arguments += ["--variant", name]
+        CliRunner().invoke(app, ["fidelity", *arguments], catch_exceptions=False)
+
+    run(0, 0)
+    before = (tmp_path / "out" / "fidelity.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="engines of another model"):
+        run(1, 0)
+    with pytest.raises(UsageError, match="another text for prose sample 0"):
+        run(0, 1)
+    run(0, 0)
+    assert (tmp_path / "out" / "fidelity.jsonl").read_bytes() == before

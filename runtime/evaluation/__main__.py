@@ -168,9 +168,9 @@ def needles_command(
     """
     specs = suites.pick(suites.suite(suite), variant)
     chosen = suites.reference(reference, specs)
+    text = texts.load_prose(prose)
     lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
-    text = texts.load_prose(prose)
     haystacks = texts.prose_samples(lab.tokenizer, text, texts.prose_name(prose), samples, prompt)
     settings = {"prompt": prompt, "densities": density, "seeds": seeds}
     settings |= builds.recorded(lab, variants)
@@ -221,8 +221,9 @@ def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     size = settings.prompt + settings.follow
     specs = suites.pick(suites.suite(asked.suite), asked.only)
     reference = suites.reference(asked.reference, specs)
+    text = texts.load_prose(asked.prose)
     lab, variants = builds.prepare(asked.out, asked.model, size + 64, specs, asked.threads)
-    samples = _texts(lab, asked, size)
+    samples = _texts(lab, text, asked, size)
     recorded = asdict(settings) | builds.recorded(lab, variants)
     store = Store(asked.out / f"{title}.jsonl", recorded)
 
@@ -264,9 +265,8 @@ def _plot(out: Path, title: str, store: Store, settings: fidelity.Settings) -> N
         plots.dots(path, groups, label, f"Distance from the full cache: {title}", log=True)
 
 
-def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:
+def _texts(lab: Lab, prose: str, asked: _Common, size: int) -> list[texts.Sample]:
     """Return the samples of prose and of code in turn."""
-    prose = texts.load_prose(asked.prose)
     name = texts.prose_name(asked.prose)
     essays = texts.prose_samples(lab.tokenizer, prose, name, asked.samples, size)
     return runner.alternate(essays, texts.code_samples(lab.tokenizer, asked.samples, size))

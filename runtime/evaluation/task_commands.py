@@ -122,13 +122,15 @@ def sessions_command(
     specs = suites.pick(suites.suite(suite), variant)
     chosen = suites.reference(reference, specs)
     capacity = turns * (turn_tokens + 64) + 128
+    text = texts.load_prose(prose)
     lab, variants = builds.prepare(out, model, capacity, specs, threads)
     template = load_template(out / "engine")
     name = texts.prose_name(prose)
     size = turns * turn_tokens
-    essays = texts.prose_samples(lab.tokenizer, texts.load_prose(prose), name, samples, size)
+    essays = texts.prose_samples(lab.tokenizer, text, name, samples, size)
     talks = [
-        sessions.conversation(lab.tokenizer, template, text, turns, turn_tokens) for text in essays
+        sessions.conversation(lab.tokenizer, template, essay, turns, turn_tokens)
+        for essay in essays
     ]
     if (longest := max(t.tokens for t in talks)) > capacity:
         raise UsageError(f"a conversation has {longest} tokens, at most {capacity}; fewer --turns")
@@ -143,9 +145,9 @@ def sessions_command(
         return runs, {"answer": talk.answer, "tokens": talk.tokens}
 
     runner.run(store, talks, measure)
-    text = sessions.markdown(store.sorted(), asked, budget, chosen)
-    runner.write(out, "sessions", {"settings": settings, "samples": store.sorted()}, text)
-    print(text)
+    tables = sessions.markdown(store.sorted(), asked, budget, chosen)
+    runner.write(out, "sessions", {"settings": settings, "samples": store.sorted()}, tables)
+    print(tables)
     columns = [
         report.Column(f"after turn {t}", report.cells(store.samples, "found", i), "prose", 1.0)
         for i, t in enumerate(asked)
@@ -173,26 +175,28 @@ def agreement_command(
 
     Example: kvsift eval agreement --samples 32 --out results
     """
+    kvpress_peer.check()
     specs = suites.pick(list(kvpress_peer.SHARED.values()), variant)
-    slots = 1 if task is None else len(specs) * len(density)
+    asked = None if task is None else ruler.tasks([task])[0]
+    prose_text = texts.load_prose(prose) if asked is None else ""
+    slots = 1 if asked is None else len(specs) * len(density)
     room = prompt + max(follow, 64)
     lab, variants = builds.prepare(out, model, room, specs, threads, slots)
     peer = kvpress_peer.KvpressPeer(lab.manifest, builds.tensors(model), threads or 2)
     settings = {"prompt": prompt, "densities": density} | builds.recorded(lab, variants)
-    if task is None:
+    if asked is None:
         title, metric = "agreement-kl", "kl"
         store = Store(out / f"{title}.jsonl", settings | {"follow": follow})
-        name, text = texts.prose_name(prose), texts.load_prose(prose)
-        essays = texts.prose_samples(lab.tokenizer, text, name, samples, prompt + follow)
+        name = texts.prose_name(prose)
+        essays = texts.prose_samples(lab.tokenizer, prose_text, name, samples, prompt + follow)
         runner.run(
             store,
             essays,
             lambda s: (agreement.fidelity(lab, peer, s, variants, density, prompt), {}),
         )
     else:
-        title, metric = f"agreement-{task}", "score"
+        title, metric = f"agreement-{asked.name}", "score"
         store = Store(out / f"{title}.jsonl", settings | {"max_new": max_new})
-        asked = ruler.tasks([task])[0]
         made = ruler.questions(asked, out / "engine", prompt, samples, out / "ruler")
         runner.run(
             store,
