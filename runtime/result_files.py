@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvsift.builder.errors import UsageError
 
@@ -18,6 +21,12 @@ def file_option(path: Path | None) -> Path | None:
             raise UsageError(f"the directory {path.parent} does not exist; make it first")
         _check_writable(path.parent)
     return path
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="File for the results, as JSON.", callback=file_option),
+]
 
 
 def folder_option(path: Path) -> Path:

@@ -19,10 +19,26 @@ MOST_SEEDS = 1000
 def densities(values: list[float]) -> list[float]:
     """Return densities; UsageError for one outside (0, 1] or twice the same."""
     for value in values:
-        check_in_range("density", value, "(0, 1]", "it is the share of the prompt that is kept")
-    if len(set(values)) < len(values):
-        raise UsageError(f"density {', '.join(f'{v:g}' for v in values)}: give each one once")
-    return values
+        density(value)
+    return once("density")(values)
+
+
+def density(value: float) -> float:
+    """Return a density; UsageError outside (0, 1]."""
+    fix = "it is the share of the prompt that is kept"
+    return check_in_range("density", value, "(0, 1]", fix)
+
+
+def once(name: str) -> Callable[[list[Any]], list[Any]]:
+    """Return a check of a repeatable option whose values differ."""
+
+    def check(values: list[Any]) -> list[Any]:
+        if len(set(values)) < len(values):
+            shown = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
+            raise UsageError(f"{name} {shown}: give each one once")
+        return values
+
+    return check
 
 
 def at_least(low: int, name: str, most: int | None = None) -> Callable[[int], int]:
