@@ -99,8 +99,8 @@ class Ours:
         timings = [r.timings for r in results]
         policy, budget = self.engine.manifest.policy, results[0].budget_tokens
         itl = list(timings[-1].itl_s)
-        rows, evicts, cuts = held_rows(policy, len(prompt), budget, len(itl))
-        return Run(timings[0].ttft_s, itl, float(np.mean(rows)), evicts, cuts)
+        rows, steps, cuts = held_rows(policy, len(prompt), budget, len(itl))
+        return Run(timings[0].ttft_s, itl, float(np.mean(rows)), steps, cuts)
 
 
 def held_rows(
