@@ -159,6 +159,7 @@ def test_output_says_who_took_no_part(record: tuple[dict[str, Any], str], out: P
     assert data["absent"] == {"openvino": "it reads GGUF files here"}
     assert "openvino took no part" in printed
     assert "GB/s" in printed
+    assert "the least budget" not in printed
     for line in (out / "bench.md").read_text().splitlines():
         assert line in printed
     assert (out / "bench.png").read_bytes()[:4] == PNG

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from typer.testing import CliRunner
 
-from kvsift.builder.errors import UsageError
+from kvsift.builder.errors import EngineError, UsageError
 from kvsift.builder.policies import resolve
 from kvsift.runtime.evaluation import report, runner, suites, texts
 from kvsift.runtime.evaluation.__main__ import app
@@ -86,7 +86,7 @@ def test_tables_show_means_differences_and_parts() -> None:
             "kind": "prose",
             "index": i,
             "runs": [
-                {"variant": v, "density": d, "seed": s, "kl": [x + i / 10 for x in kl]}
+                {"variant": v, "density": d, "seed": s, "kl": [x + i / 10 for x in kl], "kept": 64}
                 for v, d, s, kl in runs
             ],
         }
@@ -97,6 +97,36 @@ def test_tables_show_means_differences_and_parts() -> None:
     assert "| `a` | 0.350 ± 0.050 | 0.141 | - |" in text
     assert "| `a` | 0.250 ± 0.050 | 0.450 ± 0.050 | 0.350 ± 0.050 |" in text
     assert "| `full` | 0.050 ± 0.050 |" in text
+
+
+def test_tables_say_how_much_was_kept_and_by_whom_not() -> None:
+    kept = {"a": [64, 66], "b": [64, 66], "c": [60, 70], "d": [96, 96]}
+    samples = [
+        {
+            "kind": "prose",
+            "index": i,
+            "runs": [{"variant": n, "density": 0.2, "kept": v[i]} for n, v in kept.items()],
+        }
+        for i in range(2)
+    ]
+    line = report.kept_line(samples, "prose", 0.2)
+    assert line == "Kept of each text: 65 tokens; not comparable: `d` 96.\n"
+    assert report.kept_line(samples, "prose", 0.5) == ""
+
+
+def test_a_full_disk_is_named_and_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    store = Store(path, SETTINGS)
+    store.add(record("prose", 0))
+    before = path.read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_file", open("/dev/full", "a"))  # noqa: SIM115
+        with pytest.raises(EngineError, match="No space left on device; the same command goes on"):
+            store.add(record("prose", 1))
+        store.close()
+    store.close()
+    assert path.read_text() == before
+    assert len(Store(path, SETTINGS).samples) == 1
 
 
 SETTINGS = {"prompt": 64, "densities": (0.2,)}

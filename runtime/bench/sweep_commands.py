@@ -115,6 +115,13 @@ def run_command(
                      "memory": grid.memory},
     }  # fmt: skip
     said = [f"{who} took no part: {why}." for who, why in absent.items()]
+    for one in ours:
+        for tokens in context:
+            if one.kept(tokens) > one.density * tokens:
+                said.append(
+                    f"{one.name}, {one.weights}, density {one.density:g}: of {tokens} tokens "
+                    f"{one.kept(tokens)} are kept, the least budget."
+                )
     said.append(
         f"Read bandwidth {rows[-1]['bandwidth_gb_s']:.1f} GB/s. Memory to fit in: {memory}."
     )

@@ -158,6 +158,7 @@ def markdown(
         count = sum(s["kind"] == kind for s in samples)
         for density in densities:
             parts.append(f"### {kind}, density {density:g}, n = {count}\n")
+            parts.append(report.kept_line(samples, kind, density))
             parts.append(report.main_table(found, kind, density, reference, label) + "\n")
             if settings.get("bins", 1) > 1:
                 parts.append(report.bin_table(samples, kind, density, metric) + "\n")

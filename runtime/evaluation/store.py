@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import IO, Any
 
-from kvsift.builder.errors import UsageError
+from kvsift.builder.errors import EngineError, UsageError
 from kvsift.runtime import result_files
 
 if sys.platform != "win32":
@@ -66,17 +67,24 @@ class Store:
 
     def add(self, sample: Record) -> None:
         """Append a finished sample to the file."""
-        if self._file is None:
-            self._file = self._begin()
-        self._file.write(json.dumps(sample) + "\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = self._begin()
+            self._file.write(json.dumps(sample) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise EngineError(
+                f"cannot write {self.path}: {error.strerror}; the same command goes on after the "
+                "samples that are finished"
+            ) from None
         self.samples.append(sample)
 
     def close(self) -> None:
         """Let others write to the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what a full disk did not take has been told
+                file.close()
 
     def _begin(self) -> IO[str]:
         """Return the file, locked, whose lines are whole."""
