@@ -44,7 +44,7 @@ def test_what_is_at_no_distance_needs_no_plot(
     groups = {"prose": [report.Column("1", found, "prose", 1.0)]}
     plots.dots(tmp_path / "dots.png", groups, "KL", "title", log=True)
     assert not (tmp_path / "dots.png").exists()
-    assert "nothing but the full cache" in capsys.readouterr().err
+    assert "nothing differs from the full cache" in capsys.readouterr().err
     plots.dots(tmp_path / "dots.png", groups, "KL", "title")
     assert (tmp_path / "dots.png").read_bytes()[:4] == PNG
 

@@ -30,7 +30,7 @@ def dots(
     every = [column for columns in groups.values() for column in columns]
     names = [n for n in _names(groups) if first[-1].cell(n) and not (log and n == "full")]
     if log and not any(_mean(column, n) > 0 for column in every for n in names):
-        plotting.say(f"no plot {path}: nothing but the full cache was measured")
+        plotting.say(f"no plot {path}: nothing differs from the full cache")
         return
     names.sort(key=lambda n: _mean(first[-1], n), reverse=True)
     height = 1.6 + ROW * len(names)

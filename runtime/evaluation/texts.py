@@ -73,7 +73,7 @@ def load_prose(path: Path | None = None) -> str:
     try:
         text = _text(path)
     except (UnicodeDecodeError, zipfile.BadZipFile, KeyError) as error:
-        why = str(error).strip("\"'")
+        why = error.args[0] if isinstance(error, KeyError) else error
         raise UsageError(
             f"prose {str(path)!r} cannot be read: {why}; give UTF-8 text, a JSON object with the "
             f"key 'text', or the wheel {ESSAYS_WHEEL}"
