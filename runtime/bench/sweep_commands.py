@@ -115,6 +115,10 @@ def run_command(
                      "memory": grid.memory},
     }  # fmt: skip
     said = [f"{who} took no part: {why}." for who, why in absent.items()]
+    said.append(
+        "TTFT is the first sequence's of a batch, whose prompts are read in turn; TTFT and ITL are "
+        "medians, tokens/s come from the mean ITL, evictions and stalls included."
+    )
     for one in ours:
         for tokens in context:
             if one.kept(tokens) > one.density * tokens:
