@@ -194,7 +194,7 @@ def test_status_codes_and_a_full_queue(engines: Engines, tmp_path: Path) -> None
         client = Client(server)
         with client.grpc(**LONG) as first, client.grpc(**LONG) as second:
             next(first)
-            eventually(lambda: client.metric("kvsift_queued_requests") == 1)
+            eventually(lambda: one_waits(client))
             status, text = client.post("generate", {"text_input": "x"})
             assert (status, full in text) == (400, True), text
             del second
@@ -207,8 +207,15 @@ def test_status_codes_and_a_full_queue(engines: Engines, tmp_path: Path) -> None
         client = Client(server)
         with client.grpc(**LONG) as first, client.grpc(**LONG):
             next(first)
-            eventually(lambda: client.metric("kvsift_queued_requests") == 1)
+            eventually(lambda: one_waits(client))
             refused(client, "UNAVAILABLE", full)
+
+
+def one_waits(client: Client) -> bool:
+    """Whether one request runs and one waits; asked in this order, as the first has waited, too."""
+    return (
+        client.metric("kvsift_slots_in_use") == 1 and client.metric("kvsift_queued_requests") == 1
+    )
 
 
 def refused(client: Client, code: str, words: str, **values: Any) -> None:
