@@ -37,10 +37,12 @@ def fidelity(found: Found) -> str:
             report.overview(columns),
             "Paired differences to `nexus`; below zero is nearer to the full cache:",
             report.differences(columns, "nexus"),
+            "<details><summary>Top-1 agreement and perplexity</summary>",
             "Share of positions at which the likeliest token is that of the full cache:",
             report.overview(agreed),
             "Mean negative log probability of the text (perplexity is its exponential):",
             report.overview(_columns(found, "nll")),
+            "</details>",
         )
     )
 
@@ -98,7 +100,7 @@ def ruler(found: Found) -> str:
     whole = [report.Column(f"density {d:g}", cells, ruler_run.ALL, d) for d in densities]
     head = (
         f"Accuracy over {len(samples)} samples ({', '.join(tasks)}; {len(samples) // len(tasks)} "
-        "each), standard errors over samples: 0 where all samples agree."
+        f"each), standard errors over samples: 0 where all samples agree. {_kept(found)}"
     )
     each = []
     for d in densities:
@@ -238,6 +240,20 @@ def _columns(found: Found, metric: str) -> list[report.Column]:
         for kind in kinds
         for d in found["settings"]["densities"]
     ]
+
+
+def _kept(found: Found) -> str:
+    """Return which share of a prompt's tokens a density keeps, the mean over samples and variants.
+
+    Prompts are no multiple of a block, and a few blocks are always kept.
+    """
+    shares: dict[float, list[float]] = {}
+    for sample in found["samples"]:
+        for one in sample["runs"]:
+            if one["density"] < 1:
+                shares.setdefault(one["density"], []).append(one["kept"] / sample["tokens"])
+    said = [f"{100 * sum(of) / len(of):.1f} % at density {d:g}" for d, of in shares.items()]
+    return f"Kept of the prompt's tokens: {', '.join(said)}."
 
 
 def _tasks(found: Found) -> list[str]:
