@@ -21,6 +21,7 @@ from kvsift.runtime.output import RequestOutput
 from kvsift.runtime.params import EvictionParams, SamplingParams, listed
 from kvsift.runtime.paths import user_path
 from kvsift.runtime.pins import role_names, role_pins
+from kvsift.runtime.prompts import check_length
 from kvsift.runtime.request import Request, Update
 from kvsift.runtime.results import GenerationResult
 from kvsift.runtime.scheduler import Scheduler
@@ -231,6 +232,7 @@ class LLM:
             pin_roles = [r for r in pin_roles if any(m.get("role") == r for m in messages)]
         if pin_roles:
             tokenizer, model = self.engine.tokenizer, self.engine.manifest.model
+            check_length(text, tokenizer, self.engine.manifest)
             pins = role_pins(render, tokenizer, messages, pin_roles)
             if talk is not None:
                 ids = encode_chat(tokenizer, text)

@@ -11,6 +11,9 @@ from kvsift.builder.package import Manifest
 from kvsift.runtime.params import check_text, prompt_ids
 from kvsift.runtime.request import Request
 
+#: Characters; some token of every vocabulary is longer.
+_SHORT_TOKEN = 8
+
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Return a package's tokenizer, which neither cuts nor pads; PackageError if it is broken."""
@@ -31,6 +34,8 @@ def encode(
 
     With `goes_on` it continues a text, so the tokenizer adds no special tokens.
     """
+    if isinstance(request.prompt, str):
+        check_length(request.prompt, tokenizer, manifest)
     ids = _ids(request, tokenizer, request.add_special_tokens and not goes_on)
     vocab, limits = manifest.model.vocab_size, manifest.limits
     positions = manifest.model.max_positions
@@ -48,6 +53,22 @@ def encode(
             f"{limits.max_input}; shorten it or rebuild"
         )
     return ids
+
+
+def check_length(text: str, tokenizer: Tokenizer, manifest: Manifest) -> None:
+    """Raise CapacityError if `text` is longer than the longest prompt of the longest tokens.
+
+    Tokenizing it to tell that it is too long would take 200 times its size in memory.
+    """
+    most = min(manifest.limits.max_input, manifest.model.max_positions)
+    if len(text) <= most * _SHORT_TOKEN:
+        return
+    longest = max(map(len, tokenizer.get_vocab()))
+    if len(text) > most * longest:
+        raise CapacityError(
+            f"the prompt has {len(text)} characters, and the engine's longest prompt of {most} "
+            f"tokens (--max-input) has {most * longest} at most; shorten it"
+        )
 
 
 def _ids(request: Request, tokenizer: Tokenizer, special: bool) -> list[int]:

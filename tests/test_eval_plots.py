@@ -36,6 +36,19 @@ def test_every_suite_has_its_plots(tmp_path: Path, suite: str) -> None:
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == PNG
 
 
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_what_is_at_no_distance_needs_no_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    found: report.Cells = {("prose", name, 1.0): {0: [0.0]}}
+    groups = {"prose": [report.Column("1", found, "prose", 1.0)]}
+    plots.dots(tmp_path / "dots.png", groups, "KL", "title", log=True)
+    assert not (tmp_path / "dots.png").exists()
+    assert "nothing differs from the full cache" in capsys.readouterr().err
+    plots.dots(tmp_path / "dots.png", groups, "KL", "title")
+    assert (tmp_path / "dots.png").read_bytes()[:4] == PNG
+
+
 def test_contrasts_are_of_one_suite_each() -> None:
     named = [{s.name for s in specs} for specs in suites.SUITES.values()]
     for question, pairs in suites.CONTRASTS.items():

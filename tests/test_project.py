@@ -30,7 +30,10 @@ HOSTED = (
 #: Programs that build what they then run: faces, as the command line is.
 PROGRAMS = (
     *COMMANDS,
-    *(f"kvsift.runtime.bench.{name}" for name in ("__main__", "builds", "sweep_commands")),
+    "kvsift.runtime.bench.__main__",
+    "kvsift.runtime.bench.builds",
+    "kvsift.runtime.bench.sweep_commands",
+    "kvsift.runtime.bench.sweep_options",
 )
 
 

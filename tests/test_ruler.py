@@ -121,11 +121,13 @@ def test_tasks_are_counted_together_by_their_samples() -> None:
     assert "query_aware off" in text
     assert "| `a` | 0.500 ± 0.500 | 0.500 ± 0.500 | 0.500 ± 0.289 |" in text
     assert "all tasks (n=4)" in text
+    assert "Kept of each text: 500 tokens.\n" in text
     assert "| `a` | -0.500 ± 0.500 | -0.500 ± 0.500 | -0.500 ± 0.289 |" in text
 
 
 def run(variant: str, score: float) -> dict[str, Any]:
-    return {"variant": variant, "density": 1.0 if variant == "full" else 0.5, "score": score}
+    density = 1.0 if variant == "full" else 0.5
+    return {"variant": variant, "density": density, "score": score, "kept": 500}
 
 
 @pytest.mark.parametrize("aware", ["--query-aware", "--no-query-aware"])

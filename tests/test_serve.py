@@ -63,16 +63,7 @@ def server(engines: Engines) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.fixture(scope="module")
 def client(server: tuple[subprocess.Popen[str], str]) -> OpenAI:
-    made = OpenAI(base_url=server[1], api_key="none", timeout=PATIENCE, max_retries=0)
-    eventually(lambda: bool(list(models(made))))
-    return made
-
-
-def models(client: OpenAI) -> list[str]:
-    try:
-        return [model.id for model in client.models.list()]
-    except openai.APIConnectionError:
-        return []
+    return OpenAI(base_url=server[1], api_key="none", timeout=PATIENCE, max_retries=0)
 
 
 def eventually(true: Callable[[], bool]) -> None:
@@ -133,8 +124,10 @@ def test_completions(client: OpenAI, llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0.0, seed=2, logprobs=1)
     expected = llm.generate("the cat sat", sampling)[0]
     values: Any = {"model": "tiny", "prompt": "the cat sat", "temperature": 0, "seed": 2}
-    answer = client.completions.create(**values, echo=True, logprobs=1)
+    answer = client.completions.create(**values, echo=True)
     assert answer.choices[0].text == "the cat sat" + expected.text
+    answer = client.completions.create(**values, logprobs=1)
+    assert answer.choices[0].text == expected.text
     logs = answer.choices[0].logprobs
     assert expected.logprobs is not None
     assert logs.token_logprobs == pytest.approx([s.logprob for s in expected.logprobs])
@@ -160,8 +153,8 @@ def test_a_session_goes_on(client: OpenAI, llm: LLM) -> None:
     [
         ({"max_tokens": -1}, "max_tokens must be >= 0, got -1"),
         ({"extra_body": {"density": 7}}, "density must be in (0, 1], got 7"),
-        ({"extra_body": {"densty": 0.5}}, "densty: Extra inputs are not permitted"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: Extra inputs"),
+        ({"extra_body": {"densty": 0.5}}, "densty: unknown or not supported here"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: unknown or not"),
         ({"n": 2}, "n: Input should be 1"),
         ({"temperature": -1}, "temperature must be in [0, inf)"),
         ({"messages": [{"role": "user", "content": "x y " * 900}]}, "--max-input 600"),
@@ -183,7 +176,7 @@ def test_a_bad_request_is_told_what_is_wrong(
 def test_an_unknown_model_is_not_found(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt'; this server has 'tiny'"):
         client.chat.completions.create(model="gpt", messages=MESSAGES)
-    assert models(client) == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"]
 
 
 def test_clients_that_go_free_their_slots(client: OpenAI) -> None:

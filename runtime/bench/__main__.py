@@ -22,12 +22,16 @@ from kvsift.builder.families import tensor_shapes
 from kvsift.builder.linear import Quantize
 from kvsift.builder.policies import resolve
 from kvsift.builder.weights import default_model, open_model
+from kvsift.runtime import result_files
 from kvsift.runtime.bench import decode, prefill, report, scoring, serve, sweep_commands, text
 from kvsift.runtime.bench import profile as profiling
 from kvsift.runtime.bench.bandwidth import MIB_DEFAULT, Bandwidth
 from kvsift.runtime.bench.builds import limits_for, obtain
 from kvsift.runtime.bench.transformers_peer import Peer, why_absent
 from kvsift.runtime.engine import Engine
+from kvsift.runtime.evaluation.options import density as density_option
+from kvsift.runtime.evaluation.options import once
+from kvsift.runtime.result_files import JsonFile
 
 DENSE, EVICTED = "full", "nexus"
 
@@ -39,19 +43,20 @@ app = typer.Typer(
 )
 
 Context = Annotated[int, typer.Option(help="Tokens of context, those of the prompt.")]
+Density = Annotated[
+    float, typer.Option(help="Share of the prompt that is kept.", callback=density_option)
+]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of every engine.")]
 
 
 @app.command("decode")
 def decode_command(
     context: Context = 8192,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for the results, as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
     model: Annotated[
         Path | None, typer.Option(help="Model directory or .gguf file; default: SmolLM2-135M.")
     ] = None,
-    density: Annotated[float, typer.Option(help="Share of the prompt that is kept.")] = 0.2,
+    density: Density = 0.2,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,4",
     quantize: Annotated[str, typer.Option(help="Weight precisions, with commas.")] = "none,int8",
     rounds: Annotated[int, typer.Option(min=2, help="Turns of every engine in decode.")] = 8,
@@ -116,7 +121,7 @@ def decode_command(
     }
     record = report.document(rows, reading, said, threads, load)
     if json_file:
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        result_files.write(json_file, json.dumps(record, indent=1) + "\n")
     report.show(record, Console(width=None if sys.stdout.isatty() else 120))
     print("\n" + report.markdown(record))
 
@@ -128,9 +133,7 @@ def profile_command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to profile.")] = 32,
     threads: Threads = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for the results, as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Say where the time of a decode step goes, by op type.
 
@@ -149,7 +152,7 @@ def profile_command(
             "machine": report.machine(threads),
             "versions": report.versions(),
         }
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        result_files.write(json_file, json.dumps(content, indent=1) + "\n")
     table = Table(title=f"{found.step_ms:.1f} ms per step over {found.rows} rows, batch {batch}")
     for column, side in (("op", "left"), ("nodes", "right"), ("ms", "right"), ("share", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
@@ -167,12 +170,10 @@ def scoring_command(
     model: Annotated[
         Path | None, typer.Option(help="Model directory or .gguf file; default: SmolLM2-135M.")
     ] = None,
-    density: Annotated[float, typer.Option(help="Share of the prompt that is kept.")] = 0.2,
+    density: Density = 0.2,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every policy.")] = 3,
     threads: Threads = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for the results, as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time what every policy's eviction adds to reading a prompt, in an interleaved run.
 
@@ -194,7 +195,7 @@ def scoring_command(
         )
     found |= {"machine": report.machine(threads), "versions": report.versions()}
     if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        result_files.write(json_file, json.dumps(found, indent=1) + "\n")
     title = f"eviction after {found['tokens']} tokens, read in {found['prefill_ms']:.0f} ms"
     table = Table(title=title)
     for column in ("policy", "ms", "share of reading"):
@@ -216,7 +217,7 @@ def _integers(given: str) -> list[int]:
         values = []
     if not values or not all(1 <= v <= 1024 for v in values):
         raise UsageError(f"--batch must be numbers in [1, 1024] with commas, got {given!r}")
-    return values
+    return once("batch")(values)
 
 
 def _precisions(given: str) -> list[Quantize]:

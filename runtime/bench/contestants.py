@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvsift.builder.package import Policy
 from kvsift.runtime.bench.transformers_peer import Peer
 from kvsift.runtime.bench.weights import weight_bytes
 from kvsift.runtime.engine import Engine, Request
@@ -22,13 +23,15 @@ class Run:
     """One run of a batch: seconds to the first token, between tokens while all decode, and rows.
 
     `rows`: cached tokens per sequence, the mean over the decode steps; None if not known.
-    `evicts`: whether each step between tokens evicts, empty where none ever does.
+    `evicts`: whether each step between tokens evicts, empty where none ever does. `cuts`: whether
+    the prompt's end does.
     """
 
     ttft_s: float
     itl_s: list[float]
     rows: float | None = None
     evicts: list[bool] = field(default_factory=list)
+    cuts: bool = False
 
 
 class Contestant(Protocol):
@@ -64,13 +67,19 @@ class Ours:
         self.weight_bytes = weight_bytes(self.engine)
         self.token_bytes = self.engine.kv_bytes_per_token
 
-    @property
-    def sizes(self) -> Sizes:
-        """Bytes of an engine that is built for this density and no larger one."""
+    def kept(self, prompt: int) -> int:
+        """Return the tokens that stay of a prompt."""
+        policy = self.engine.manifest.policy
+        units = self.engine.budgets.units(prompt, EvictionParams(density=self.density), 1)
+        budget = None if units is None else units * policy.block_size
+        return held_rows(policy, prompt, budget, 1)[0][0] - 1
+
+    def sizes(self, context: int, output: int) -> Sizes:
+        """Bytes of an engine that is built for this density, prompt and answer, and no larger."""
         manifest = self.engine.manifest
-        if not manifest.policy.evicts:
-            return sizes(manifest)
-        only = {"density": self.density, "max_density": self.density}
+        only: dict[str, Any] = {"max_input": context, "max_output": output}
+        if manifest.policy.evicts:
+            only |= {"density": self.density, "max_density": self.density}
         limits = manifest.limits.model_copy(update=only)
         return sizes(manifest.model_copy(update={"limits": limits}))
 
@@ -87,22 +96,33 @@ class Ours:
             for i in range(batch)
         ]
         results = self.engine.generate(requests)
-        budget = results[0].budget_tokens
-        start = len(prompt) if budget is None else min(budget, len(prompt))
-        rows = float(np.mean([(start + r.kept_tokens) / 2 for r in results]))
-        itl = list(results[-1].timings.itl_s)
-        return Run(results[0].timings.ttft_s, itl, rows, self._evictions(len(prompt), len(itl)))
+        timings = [r.timings for r in results]
+        policy, budget = self.engine.manifest.policy, results[0].budget_tokens
+        itl = list(timings[-1].itl_s)
+        rows, steps, cuts = held_rows(policy, len(prompt), budget, len(itl))
+        return Run(timings[0].ttft_s, itl, float(np.mean(rows)), steps, cuts)
 
-    def _evictions(self, prompt: int, steps: int) -> list[bool]:
-        """Return which decode steps evict.
 
-        A row is full one interval beyond its budget, in which a partial unit counts as a whole.
-        """
-        policy = self.engine.manifest.policy
-        if not policy.in_decode or self.density >= 1:
-            return []
-        partial, interval = prompt % policy.block_size, policy.decode_interval
-        return [i >= interval and (partial + i) % interval == 0 for i in range(1, steps + 1)]
+def held_rows(
+    policy: Policy, prompt: int, budget: int | None, steps: int
+) -> tuple[list[int], list[bool], bool]:
+    """Return the rows that each decode step reads, which steps evict, and if the prompt is cut.
+
+    `budget` tokens are whole units, of which a partial one counts as a whole; a row is full one
+    interval beyond it. The second list is empty where no step evicts.
+    """
+    partial = -prompt % policy.block_size
+    cuts = budget is not None and prompt + partial > budget
+    held = budget - partial if cuts and budget is not None else prompt
+    rows, evicts = [], []
+    for _ in range(steps):
+        held += 1
+        rows.append(held)
+        full = budget is not None and held >= budget + policy.decode_interval
+        evicts.append(policy.in_decode and full)
+        if evicts[-1] and budget is not None:
+            held = budget
+    return rows, evicts if any(evicts) else [], cuts
 
 
 @dataclass
@@ -124,10 +144,11 @@ class Transformers:
 
 @dataclass
 class Kvpress:
-    """kvpress' SnapKV on transformers: one sequence, as many tokens kept as ours."""
+    """kvpress' SnapKV on transformers: one sequence, `kept` tokens of a prompt's as ours."""
 
     peer: KvpressPeer
     density: float
+    kept: Callable[[int], int]
     name: str = "kvpress, snapkv"
     weights: str = "fp32"
     weight_bytes: int | None = None
@@ -137,8 +158,8 @@ class Kvpress:
         """Read, press, and go on token by token; other batches than 1 have no figures."""
         start = time.perf_counter()
         token = int(self.peer.read(prompt).argmax())
-        kept = max(1, int(self.density * len(prompt)))
-        rest = self.peer.evict("snapkv", kept)
+        kept = self.kept(len(prompt))
+        rest = self.peer.evict("snapkv" if kept < len(prompt) else None, kept)
         ttft = time.perf_counter() - start
         itl = []
         for _ in range(output - 1):

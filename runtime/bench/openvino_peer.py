@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ PRECISION = {"fp16": "f32", "int8": "default"}
 class OpenVino:
     """OpenVINO GenAI, dense (density 1) or with its cache eviction and SnapKV's window.
 
-    `python` has openvino-genai; `model` is a GGUF file. It takes whole blocks of 32 tokens.
+    `python` has openvino-genai; `model` is a GGUF file. It takes whole blocks of the `kept` tokens
+    of a prompt.
     """
 
     python: Path
@@ -29,21 +30,24 @@ class OpenVino:
     threads: int
     weights: str
     density: float
-    context: int
+    kept: Callable[[int], int]
     name: str = field(init=False)
     weight_bytes: int | None = None
     token_bytes: int | None = None
     _process: subprocess.Popen[str] | None = None
+    _holds: int = 0
 
     def __post_init__(self) -> None:
         self.name = "OpenVINO, dense" if self.density >= 1 else "OpenVINO, snapkv"
 
     def run(self, prompt: Sequence[int], output: int, batch: int) -> Run:
-        """Generate for one sequence; the pipeline is loaded by the first call and kept."""
-        if self._process is None:
-            self._process = self._start()
+        """Generate for one sequence; the pipeline is loaded once for each number of kept tokens."""
+        kept = self._blocks(len(prompt))
+        if self._process is None or self._holds != kept:
+            self.close()
+            self._process, self._holds = self._start(kept), kept
         answer = self._ask(self._process, {"ids": list(prompt), "output": output})
-        return Run(answer["ttft_s"], answer["itl_s"], self._kept() or len(prompt) + output / 2)
+        return Run(answer["ttft_s"], answer["itl_s"], kept or len(prompt) + output / 2)
 
     def close(self) -> None:
         """End the worker."""
@@ -51,12 +55,13 @@ class OpenVino:
             self._process.communicate()
             self._process = None
 
-    def _kept(self) -> int:
-        block = openvino_worker.BLOCK
-        return 0 if self.density >= 1 else int(self.density * self.context) // block * block
+    def _blocks(self, prompt: int) -> int:
+        """Return the tokens to keep in whole blocks, 0 for all."""
+        block, kept = openvino_worker.BLOCK, self.kept(prompt)
+        return 0 if self.density >= 1 or kept >= prompt else kept // block * block
 
-    def _start(self) -> subprocess.Popen[str]:
-        arguments = [self.model, self.threads, self._kept(), PRECISION[self.weights]]
+    def _start(self, kept: int) -> subprocess.Popen[str]:
+        arguments = [self.model, self.threads, kept, PRECISION[self.weights]]
         command = [str(self.python), openvino_worker.__file__, *map(str, arguments)]
         process = subprocess.Popen(
             command,

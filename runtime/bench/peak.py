@@ -24,7 +24,8 @@ def peak_bytes(
     command = [sys.executable, "-m", "kvsift.runtime.bench.peak", *map(str, values)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise EngineError(f"the memory run failed: {done.stderr.strip().splitlines()[-1]}")
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise EngineError(f"the memory run failed: {last}; --no-peak leaves it out")
     return int(done.stdout.split()[-1])
 
 

@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsift.builder.errors import UsageError
+from kvsift.runtime import result_files
 from kvsift.runtime.bench import report, text
 from kvsift.runtime.console import parse_size
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.params import SamplingParams
 from kvsift.runtime.request import Request
+from kvsift.runtime.result_files import JsonFile
 from kvsift.runtime.scheduler import Scheduler
 from kvsift.runtime.stats import SchedulerStats
 
@@ -133,9 +135,7 @@ def command(
         typer.Option(metavar="SIZE", help="Most memory of all KV caches; may give fewer slots."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the engine.")] = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for the results, as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time requests that run together against one alone, through the scheduler.
 
@@ -174,7 +174,7 @@ def command(
         "versions": report.versions(),
     }
     if json_file:
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        result_files.write(json_file, json.dumps(record, indent=1) + "\n")
     show(record)
 
 

@@ -50,7 +50,7 @@ def measure(
         gb_s = bandwidth.gb_s()[0]
         for c, mine in zip(taking, runs, strict=True):
             rows.append(_row(c, mine, context, output, batch, gb_s, grid.memory))
-            if isinstance(c, Ours) and c.engine.manifest.policy.evicts and c.density < 1:
+            if isinstance(c, Ours) and mine[0].cuts:
                 rows[-1] |= _at_the_end(c, list(prompt[:context]), rows[-1]["ttft_ms"])
     return rows
 
@@ -109,10 +109,10 @@ def _row(
             "kv_share": kv / read,
             "floor_ms": read / gb_s / 1e6,
         }
-    if any(runs[0].evicts):
+    if runs[0].evicts:
         row |= _overhead(runs)
     if isinstance(contestant, Ours):
-        held = contestant.sizes
+        held = contestant.sizes(context, output)
         dense = not contestant.engine.manifest.policy.evicts
         row |= {
             "kv_bytes_used": int((cached or 0) * contestant.engine.kv_bytes_per_token),

@@ -17,15 +17,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvsift.builder.errors import UsageError
 from kvsift.builder.families import tensor_shapes
-from kvsift.builder.linear import Quantize
+from kvsift.builder.policies import resolve
 from kvsift.builder.weights import WeightSource, default_model, open_model
-from kvsift.runtime import plotting
+from kvsift.runtime import plotting, result_files
 from kvsift.runtime.bench import paper, regguf, report, sweep, sweep_report, text
 from kvsift.runtime.bench.bandwidth import MIB_DEFAULT, Bandwidth
 from kvsift.runtime.bench.builds import limits_for, obtain
 from kvsift.runtime.bench.contestants import Contestant, Kvpress, Ours, Transformers
 from kvsift.runtime.bench.openvino_peer import OpenVino
 from kvsift.runtime.bench.peak import peak_bytes
+from kvsift.runtime.bench.sweep_options import (
+    Batches,
+    Contexts,
+    Densities,
+    Model,
+    Name,
+    Out,
+    Outputs,
+    Peers,
+    Policies,
+    Precisions,
+    Python,
+    Rounds,
+    Threads,
+    precision,
+)
 from kvsift.runtime.bench.transformers_peer import Peer
 from kvsift.runtime.bench.transformers_peer import why_absent as no_transformers
 from kvsift.runtime.console import parse_size
@@ -33,20 +49,8 @@ from kvsift.runtime.engine import Engine
 from kvsift.runtime.evaluation.kvpress_peer import KvpressPeer
 from kvsift.runtime.evaluation.kvpress_peer import why_absent as no_kvpress
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory of engines and results.")]
-Model = Annotated[Path | None, typer.Option(help="Model directory or .gguf file.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of every engine.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of every engine.")]
-
-Contexts = Annotated[list[int], typer.Option(help="Tokens of the prompt; repeatable.")]
-Outputs = Annotated[list[int], typer.Option(min=2, help="Tokens generated; repeatable.")]
-Batches = Annotated[list[int], typer.Option(min=1, help="Sequences at once; repeatable.")]
-Densities = Annotated[list[float], typer.Option(help="Kept share; repeatable.")]
-Policies = Annotated[list[str], typer.Option(help="Evicting policy; repeatable.")]
-Precisions = Annotated[list[str], typer.Option(help="none, int8 or int4; repeatable.")]
-Peers = Annotated[
-    list[str], typer.Option(help="transformers, kvpress, openvino or none; repeatable.")
-]
+#: Weights of OpenVINO's file beside ours.
+OPENVINO_WEIGHTS = {"fp32": "fp16", "int8": "int8"}
 
 
 def run_command(
@@ -62,10 +66,8 @@ def run_command(
     threads: Threads = 2,
     model: Model = None,
     peer: Peers = ["transformers", "kvpress"],  # noqa: B006
-    openvino_python: Annotated[
-        Path | None, typer.Option(help="Python of an environment with openvino-genai.")
-    ] = None,
-    name: Annotated[str, typer.Option(help="What the files of results are called.")] = "bench",
+    openvino_python: Python = None,
+    name: Name = "bench",
     peak: Annotated[bool, typer.Option(help="Measure peak memory, a process each.")] = True,
     bandwidth_mib: Annotated[int, typer.Option(min=1, help="MiB that the probe reads.")] = (
         MIB_DEFAULT
@@ -87,7 +89,7 @@ def run_command(
         task = progress.add_task("building", total=None)
         ours = _ours(source, out / "engines", grid, density, policy, quantize, threads)
         others, absent = _peers(
-            source, model, out, peer, density, quantize, max(context), threads, openvino_python
+            source, model, out, peer, ours, min(context), threads, openvino_python
         )
         contestants: list[Contestant] = [*ours, *others]
         total = rounds * len(contestants) * len(context) * len(output) * len(batch)
@@ -113,6 +115,17 @@ def run_command(
                      "memory": grid.memory},
     }  # fmt: skip
     said = [f"{who} took no part: {why}." for who, why in absent.items()]
+    said.append(
+        "TTFT is the first sequence's of a batch, whose prompts are read in turn; TTFT and ITL are "
+        "medians, tokens/s come from the mean ITL, evictions and stalls included."
+    )
+    for one in ours:
+        for tokens in context:
+            if one.kept(tokens) > one.density * tokens:
+                said.append(
+                    f"{one.name}, {one.weights}, density {one.density:g}: of {tokens} tokens "
+                    f"{one.kept(tokens)} are kept, the least budget."
+                )
     said.append(
         f"Read bandwidth {rows[-1]['bandwidth_gb_s']:.1f} GB/s. Memory to fit in: {memory}."
     )
@@ -144,7 +157,7 @@ def paper_command(
     load = os.getloadavg()[0]
     source = open_model(model or default_model())
     limits = limits_for(source, context, 0.2, 1)
-    kind = _precision(quantize)
+    kind = precision(quantize)
     with _progress() as progress:
         task = progress.add_task("building", total=None)
         dense, evicted = (
@@ -182,7 +195,7 @@ def _ours(
     )
     for name in quantize:
         for policy in ("full", *policies):
-            path = obtain(source, policy, _precision(name), limits, folder)
+            path = obtain(source, policy, precision(name), limits, folder)
             engine = Engine(path, max_batch=max(grid.batches), threads=threads)
             shares = densities if engine.manifest.policy.evicts else [1.0]
             made += [Ours(engine, share) for share in shares]
@@ -194,40 +207,47 @@ def _peers(
     model: Path,
     out: Path,
     names: list[str],
-    densities: list[float],
-    quantize: list[str],
-    context: int,
+    ours: list[Ours],
+    shortest: int,
     threads: int,
     openvino_python: Path | None,
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """Return the peers that are there, and why each of the others is not."""
+    """Return the peers that are there, and why each of the others is not.
+
+    Those that evict keep as many tokens as our first policy at each density.
+    """
     made: list[Contestant] = []
     absent = {}
     tensors: dict[str, Any] = {}
-    manifest = Engine(out / "engines" / f"full-{quantize[0]}", threads=1).manifest
+    manifest, window = ours[0].engine.manifest, resolve("snapkv").window
+    first = next(o for o in ours if o.engine.manifest.policy.evicts)
+    alike = [o for o in ours if (o.name, o.weights) == (first.name, first.weights)]
     for name in names:
         why = None
         if name in ("transformers", "kvpress"):
             why = no_transformers() if name == "transformers" else no_kvpress()
+            if not why and name == "kvpress" and shortest <= window:
+                why = f"its window of {window} tokens needs a longer context than {shortest}"
             if not why:
                 tensors = tensors or {n: source.tensor(n) for n in tensor_shapes(source.config)}
         elif name == "openvino":
             why = None if openvino_python else "give its Python as --openvino-python"
             why = why if model.suffix == ".gguf" else "it reads GGUF files here"
-        elif name != "none":
-            raise UsageError(f"unknown peer {name!r}; known: transformers, kvpress, openvino, none")
+            if any(o.weights not in OPENVINO_WEIGHTS for o in ours):
+                why = f"it takes {' and '.join(OPENVINO_WEIGHTS)} weights here"
         if why:
             absent[name] = why
         elif name == "transformers":
             made.append(Transformers(Peer(manifest, tensors, threads)))
         elif name == "kvpress":
             press = KvpressPeer(manifest, tensors, threads)
-            made += [Kvpress(press, density) for density in densities]
+            made += [Kvpress(press, o.density, o.kept) for o in alike]
         elif name == "openvino" and openvino_python:
-            for weights in [{"none": "fp16"}.get(q, q) for q in quantize]:
+            for weights in dict.fromkeys(OPENVINO_WEIGHTS[o.weights] for o in ours):
                 file = regguf.rewrite(model, out / f"openvino-{weights}.gguf", weights)
-                for density in (1.0, *densities):
-                    made.append(OpenVino(openvino_python, file, threads, weights, density, context))
+                settings = [(1.0, first.kept), *((o.density, o.kept) for o in alike)]
+                for density, kept in settings:
+                    made.append(OpenVino(openvino_python, file, threads, weights, density, kept))
     return made, absent
 
 
@@ -244,13 +264,6 @@ def _add_peaks(rows: list[dict[str, Any]], ours: list[Ours], threads: int) -> No
             row["peak_rss_bytes"] = found[key]
 
 
-def _precision(name: str) -> Quantize:
-    known: dict[str, Quantize] = {"none": "none", "int8": "int8", "int4": "int4"}
-    if name not in known:
-        raise UsageError(f"--quantize must be none, int8 or int4, got {name!r}")
-    return known[name]
-
-
 def _write(
     out: Path, title: str, record: dict[str, Any], body: str, threads: int, load: float
 ) -> None:
@@ -264,8 +277,8 @@ def _write(
         f"{versions}; {now}."
     )
     body = f"{body}\n{where}\n"
-    (out / f"{title}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (out / f"{title}.md").write_text(body, encoding="utf-8")
+    result_files.write(out / f"{title}.json", json.dumps(record, indent=1) + "\n")
+    result_files.write(out / f"{title}.md", body)
     print(body)
 
 

@@ -167,9 +167,10 @@ def needles_command(
     Example: kvsift eval needles --samples 32 --out results
     """
     specs = suites.pick(suites.suite(suite), variant)
+    chosen = suites.reference(reference, specs)
+    text = texts.load_prose(prose)
     lab, variants = builds.prepare(out, model, prompt + 128, specs, threads)
     template = needles.load_template(out / "engine")
-    text = texts.load_prose(prose)
     haystacks = texts.prose_samples(lab.tokenizer, text, texts.prose_name(prose), samples, prompt)
     settings = {"prompt": prompt, "densities": density, "seeds": seeds}
     settings |= builds.recorded(lab, variants)
@@ -181,7 +182,6 @@ def needles_command(
         return runs, {"answer": needle.answer, "depth": needle.depth}
 
     runner.run(store, haystacks, measure)
-    chosen = reference or suites.default_reference(specs)
     print(runner.write_reports(out, "needles", store, settings, "correct", "accuracy", chosen))
     found = report.cells(store.samples, "correct")
     columns = [report.Column(f"density {d:g}", found, "prose", d) for d in density]
@@ -220,8 +220,10 @@ class _Common:
 def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
     size = settings.prompt + settings.follow
     specs = suites.pick(suites.suite(asked.suite), asked.only)
+    reference = suites.reference(asked.reference, specs)
+    text = texts.load_prose(asked.prose)
     lab, variants = builds.prepare(asked.out, asked.model, size + 64, specs, asked.threads)
-    samples = _texts(lab, asked, size)
+    samples = _texts(lab, text, asked, size)
     recorded = asdict(settings) | builds.recorded(lab, variants)
     store = Store(asked.out / f"{title}.jsonl", recorded)
 
@@ -237,7 +239,6 @@ def _fidelity(title: str, asked: _Common, settings: fidelity.Settings) -> None:
         return runs, {}
 
     runner.run(store, samples, measure)
-    reference = asked.reference or suites.default_reference(specs)
     print(runner.write_reports(asked.out, title, store, recorded, "kl", "KL (nats)", reference))
     plots.maybe(lambda: _plot(asked.out, title, store, settings))
 
@@ -264,9 +265,8 @@ def _plot(out: Path, title: str, store: Store, settings: fidelity.Settings) -> N
         plots.dots(path, groups, label, f"Distance from the full cache: {title}", log=True)
 
 
-def _texts(lab: Lab, asked: _Common, size: int) -> list[texts.Sample]:
+def _texts(lab: Lab, prose: str, asked: _Common, size: int) -> list[texts.Sample]:
     """Return the samples of prose and of code in turn."""
-    prose = texts.load_prose(asked.prose)
     name = texts.prose_name(asked.prose)
     essays = texts.prose_samples(lab.tokenizer, prose, name, asked.samples, size)
     return runner.alternate(essays, texts.code_samples(lab.tokenizer, asked.samples, size))

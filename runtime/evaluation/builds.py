@@ -6,6 +6,7 @@ any policy may read.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
@@ -19,14 +20,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 import kvsift
-from kvsift.builder.errors import PackageError, UsageError
+from kvsift.builder.errors import CapacityError, PackageError, UsageError
 from kvsift.builder.eviction_model import eviction_model
 from kvsift.builder.families import tensor_shapes
-from kvsift.builder.package import Limits, ModelConfig, Policy, load_manifest
+from kvsift.builder.package import Limits, ModelConfig, Policy, file_spec, load_manifest
 from kvsift.builder.policies import resolve
 from kvsift.builder.states import STATES
 from kvsift.builder.targets.ort import BuildOptions, build
 from kvsift.builder.weights import WeightSource, default_model, open_model
+from kvsift.runtime import result_files
 from kvsift.runtime.evaluation.lab import Lab
 from kvsift.runtime.evaluation.variants import Spec, Variant
 
@@ -56,11 +58,22 @@ def prepare(
     `capacity`: tokens of the longest sequence; `slots`: sequences that decode together. The
     second engine, whose heads differ in length, is made only if a variant needs it.
     """
-    source = open_model(default_model() if model is None else model)
+    path = default_model() if model is None else model
+    source = open_model(path)
+    if capacity > source.config.max_positions:
+        raise CapacityError(
+            f"a sample may have {capacity} tokens and the model has {source.config.max_positions} "
+            "positions; ask for shorter or fewer parts"
+        )
     variants = [make_variant(source.config, spec) for spec in specs]
     uneven = any(v.policy.evicts and not v.policy.shared_lens for v in variants)
+    note, found = out / "model.sha256", fingerprint(path)
+    if note.is_file() and note.read_text(encoding="utf-8").split() != [found]:
+        raise UsageError(f"{out} holds engines of another model than {path}; choose another --out")
     engine = _obtain(source, out / "engine", reader())
     heads = _obtain(source, out / "engine-heads", reader("head_topk")) if uneven else None
+    if not note.is_file():
+        result_files.write(note, found + "\n")
     return Lab(engine, capacity, threads or None, heads=heads, slots=slots), variants
 
 
@@ -94,6 +107,16 @@ def recorded(lab: Lab, variants: Sequence[Variant]) -> dict[str, Any]:
         "weights": lab.manifest.files["model.data"].sha256[:16],
         "variants": {v.name: v.policy.model_dump() for v in variants},
     }
+
+
+def fingerprint(model: Path) -> str:
+    """Return a sha256 in hex over the files of a model that engines are made of."""
+    files = [model] if model.is_file() else sorted(p for p in model.iterdir() if p.is_file())
+    used = [p for p in files if p == model or p.suffix in (".json", ".safetensors", ".jinja")]
+    digest = hashlib.sha256()
+    for file in used:
+        digest.update(f"{file.name if file != model else ''} {file_spec(file).sha256}\n".encode())
+    return digest.hexdigest()
 
 
 def _obtain(source: WeightSource, directory: Path, policy: Policy) -> Path:

@@ -38,6 +38,12 @@ def why_absent() -> str | None:
     return f"{', '.join(missing)} not installed (pip install 'kvsift[parity]')" if missing else None
 
 
+def check() -> None:
+    """Raise EngineError without kvpress."""
+    if absent := why_absent():
+        raise EngineError(f"no comparison with kvpress: {absent}")
+
+
 @dataclass
 class Layer:
     """What a layer's attention saw of the prompt: torch tensors."""
@@ -56,8 +62,7 @@ class KvpressPeer:
     """
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, Floats], threads: int) -> None:
-        if absent := why_absent():
-            raise EngineError(f"no comparison with kvpress: {absent}")
+        check()
         import kvpress
         import torch
         import transformers

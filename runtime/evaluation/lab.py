@@ -23,7 +23,7 @@ from kvsift.runtime.budgets import BudgetRule, forced_units, units_of
 from kvsift.runtime.evaluation.stage import Floats, Stage
 from kvsift.runtime.evaluation.variants import Variant
 from kvsift.runtime.host_cache import HostCache
-from kvsift.runtime.layer_budgets import layer_budgets
+from kvsift.runtime.layer_budgets import Ints, layer_budgets
 from kvsift.runtime.params import EvictionParams
 from kvsift.runtime.sessions import Kept
 from kvsift.runtime.slots import (
@@ -40,21 +40,21 @@ from kvsift.runtime.slots import (
 BLOCK = 32
 
 
-def fair_tokens(prompt_tokens: int, density: float) -> int:
-    """Return the tokens that every policy keeps of a prompt: those of blocks of BLOCK.
+def held_tokens(blocks: int, seen: int) -> int:
+    """Return the tokens that every policy holds of `seen`: those of `blocks` blocks of BLOCK.
 
-    floor(density * blocks), but the first, the newest, a partial tail and one more; the tail
-    counts as a block and holds less. There is no other minimum.
+    The first, the newest, a partial tail and one more are the least; the tail counts as a block
+    and holds less.
     """
-    blocks = units_of(prompt_tokens, BLOCK)
-    least = forced_units(prompt_tokens, BLOCK, sink_units=1, recent_units=1) + 1
-    kept = min(blocks, max(least, int(density * blocks + 1e-9)))
-    return kept * BLOCK - -prompt_tokens % BLOCK
+    least = forced_units(seen, BLOCK, sink_units=1, recent_units=1) + 1
+    kept = min(units_of(seen, BLOCK), max(least, blocks))
+    return kept * BLOCK - -seen % BLOCK
 
 
 def fair_budget(policy: Policy, prompt_tokens: int, density: float) -> int | None:
-    """Return the units that a policy keeps of a prompt, None for all: see `fair_tokens`."""
-    return token_budget(policy, prompt_tokens, fair_tokens(prompt_tokens, density))
+    """Return the units that a policy keeps of a prompt, None for all: see `held_tokens`."""
+    blocks = int(density * units_of(prompt_tokens, BLOCK) + 1e-9)
+    return token_budget(policy, prompt_tokens, held_tokens(blocks, prompt_tokens))
 
 
 def token_budget(policy: Policy, seen: int, tokens: int) -> int | None:
@@ -154,11 +154,8 @@ class Lab:
         policy, model, stage = variant.policy, self.manifest.model, self.stage(variant.policy)
         size = policy.block_size
         total = units_of(self._prompt, size)
-        recent, budgets = int(policy.recent_fraction * (budget or 0)), None
-        if budget is not None:
-            forced = policy.sink_units + policy.recent_units + recent
-            budgets = layer_budgets(policy, budget, total, model.num_layers, forced)
-        slot = partial(new_slot, model, policy, seed=seed, recent=recent * size, budgets=budgets)
+        recent, budgets = self._shares(policy, budget, self._prompt)
+        slot = partial(new_slot, model, policy, seed=seed, recent=recent, budgets=budgets)
         source = slot(0, total, layout=self.manifest.policy.layout)
         source.append(self._prompt)
         units = every_unit(source)
@@ -184,12 +181,22 @@ class Lab:
         self._evict_again(variant, slot, False)
         return True
 
-    def evict_turn(self, variant: Variant, slot: Slot) -> bool:
-        """Evict down to the budget, as at the end of a turn's prompt; say whether it was over."""
+    def evict_turn(self, variant: Variant, slot: Slot, budget: int | None) -> bool:
+        """Evict down to a budget, as at the end of a turn's prompt; say whether it was over."""
+        slot.recent, slot.budgets = self._shares(variant.policy, budget, slot.seen)
         if not slot.is_over():
             return False
         self._evict_again(variant, slot, True)
         return True
+
+    def _shares(self, policy: Policy, budget: int | None, seen: int) -> tuple[int, Ints | None]:
+        """Return the newest tokens that stay, and the budget of each layer, as an engine does."""
+        if budget is None:
+            return 0, None
+        recent = int(policy.recent_fraction * budget)
+        forced = policy.sink_units + policy.recent_units + recent
+        total, layers = units_of(seen, policy.block_size), self.manifest.model.num_layers
+        return recent * policy.block_size, layer_budgets(policy, budget, total, layers, forced)
 
     def _evict_again(self, variant: Variant, slot: Slot, prompt_end: bool) -> None:
         cache = self.stage(variant.policy).cache

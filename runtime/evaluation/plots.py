@@ -21,12 +21,17 @@ def dots(
 ) -> None:
     """Plot means with standard errors: a panel per group, a row per variant, a colour per column.
 
-    Rows are ordered by the last column of the first group.
+    Rows are ordered by the last column of the first group. With `log` what lies at 0 everywhere,
+    as the full cache does, has no row; without any other there is no plot.
     """
     from matplotlib.ticker import LogLocator
 
     first = next(iter(groups.values()))
+    every = [column for columns in groups.values() for column in columns]
     names = [n for n in _names(groups) if first[-1].cell(n) and not (log and n == "full")]
+    if log and not any(_mean(column, n) > 0 for column in every for n in names):
+        plotting.say(f"no plot {path}: nothing differs from the full cache")
+        return
     names.sort(key=lambda n: _mean(first[-1], n), reverse=True)
     height = 1.6 + ROW * len(names)
     figure, axes = plotting.panels(len(groups), 1.6 + 3.6 * len(groups), height, title)

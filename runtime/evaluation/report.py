@@ -76,6 +76,21 @@ def run_means(cell: Mapping[int, Sequence[float]]) -> list[float]:
     return [float(np.mean([values[d] for values in cell.values()])) for d in range(draws)]
 
 
+def kept_line(samples: Sequence[Record], kind: str, density: float) -> str:
+    """Say how many tokens the variants kept at a density, in the mean, and which kept others."""
+    found = {
+        name: stat(list(per_sample(cell).values())).mean
+        for (k, name, d), cell in cells(samples, "kept").items()
+        if k == kind and d == density
+    }
+    if not found:
+        return ""
+    most = float(np.median(list(found.values())))
+    others = [f"`{n}` {x:.0f}" for n, x in found.items() if abs(x - most) > max(1, 0.005 * most)]
+    also = f"; not comparable: {', '.join(others)}" if others else ""
+    return f"Kept of each text: {most:.0f} tokens{also}.\n"
+
+
 def seed_table(columns: Sequence[Column]) -> str:
     """Return the Markdown table of spreads over seeds: of a sample, and of the mean of a run."""
     lines = [

@@ -138,7 +138,8 @@ def markdown(
         columns = [
             report.Column(f"{kind} (n={counts[kind]})", found, kind, density) for kind in kinds
         ]
-        parts.append(f"### accuracy at density {density:g}\n\n{report.overview(columns)}\n")
+        kept = report.kept_line(every, ALL, density)
+        parts.append(f"### accuracy at density {density:g}\n\n{kept}\n{report.overview(columns)}\n")
         for against in dict.fromkeys(("full", reference)):
             if (kinds[0], against, density) in found or (kinds[0], against, 1.0) in found:
                 table = report.differences(columns, against)

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvsift.builder.errors import UsageError
+from kvsift.builder.errors import UsageError, unknown_name
+from kvsift.runtime import result_files
 from kvsift.runtime.evaluation import report
 from kvsift.runtime.evaluation.store import Record, Store
 from kvsift.runtime.evaluation.suites import CONTRASTS
@@ -61,8 +63,11 @@ Measured = tuple[list[dict[str, Any]], dict[str, Any]]
 def run(store: Store, samples: Sequence[S], measure: Callable[[S], Measured]) -> None:
     """Measure every sample that `store` lacks; `measure` returns runs and more fields to keep.
 
-    Samples come in the given order; progress and the time left go to stderr.
+    Samples come in the given order; progress and the time left go to stderr. UsageError if a
+    sample was measured on another text.
     """
+    for sample in samples:
+        store.check(sample.kind, sample.index, sample.digest)
     left = [s for s in samples if not store.has(s.kind, s.index)]
     console = Console(stderr=True)
     columns = (
@@ -73,11 +78,12 @@ def run(store: Store, samples: Sequence[S], measure: Callable[[S], Measured]) ->
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+    terminal = sys.stderr.isatty()
+    with closing(store), Progress(*columns, console=console, disable=not terminal) as progress:
         task = progress.add_task("samples", total=len(samples), completed=len(samples) - len(left))
         start = said = time.monotonic()
         for done, sample in enumerate(left):
-            if not sys.stderr.isatty() and done and time.monotonic() - said > SAY_SECONDS:
+            if not terminal and done and time.monotonic() - said > SAY_SECONDS:
                 said = time.monotonic()
                 rest = (said - start) / done * (len(left) - done)
                 print(
@@ -128,8 +134,8 @@ def write(out: Path, title: str, content: Record, text: str) -> None:
     """Write `<title>.json`, with the date, and `<title>.md`."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {**content, "date": now}
-    (out / f"{title}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / f"{title}.md").write_text(text, encoding="utf-8")
+    result_files.write(out / f"{title}.json", json.dumps(content, indent=1) + "\n")
+    result_files.write(out / f"{title}.md", text)
 
 
 def markdown(
@@ -152,6 +158,7 @@ def markdown(
         count = sum(s["kind"] == kind for s in samples)
         for density in densities:
             parts.append(f"### {kind}, density {density:g}, n = {count}\n")
+            parts.append(report.kept_line(samples, kind, density))
             parts.append(report.main_table(found, kind, density, reference, label) + "\n")
             if settings.get("bins", 1) > 1:
                 parts.append(report.bin_table(samples, kind, density, metric) + "\n")
@@ -190,7 +197,10 @@ def summary(out: Path, reference: str | None) -> str:
                     columns.append(report.Column(f"{name} {d:g}", found, kind, float(d)))
     if not columns:
         raise UsageError(f"{out} has no finished run; run fidelity or needles with --out first")
-    chosen = reference or columns[0].variants()[0]
+    known = list(dict.fromkeys(name for column in columns for name in column.variants()))
+    if reference is not None and reference not in known:
+        raise unknown_name("reference", reference, known)
+    chosen = reference or known[0]
     tables = [report.overview(columns), report.differences(columns, chosen)]
     for question, pairs in CONTRASTS.items():
         if question != "prefill_selector":

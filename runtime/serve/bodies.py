@@ -6,21 +6,45 @@ not kept.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from kvsift.builder.errors import UsageError
 from kvsift.runtime.params import EvictionParams, SamplingParams
 
 #: OpenAI's default of /v1/completions; a chat's answer may be as long as the engine allows.
 COMPLETION_TOKENS = 16
+#: OpenAI's limit of alternatives per token; each of them is an object in the answer.
+MAX_ALTERNATIVES = 20
+#: Strict: "5" is no number, and true is not 1.
+_CONFIG = ConfigDict(extra="forbid", strict=True)
+
+
+def _one_of(allowed: str) -> WrapValidator:
+    """Return what says `allowed` of a union, where pydantic would name its first part only."""
+
+    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("kind", "must be " + allowed) from None
+
+    return WrapValidator(check)
 
 
 class StreamOptions(BaseModel):
     """Whether a stream ends with the usage."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _CONFIG
 
     include_usage: bool = False
 
@@ -28,7 +52,7 @@ class StreamOptions(BaseModel):
 class Common(BaseModel):
     """The fields of both endpoints; ranges are checked by SamplingParams and EvictionParams."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _CONFIG
 
     model: str
     max_tokens: int | None = None
@@ -37,7 +61,7 @@ class Common(BaseModel):
     n: Literal[1] | None = 1
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, _one_of("a text or a list of texts")] = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     seed: int | None = None
@@ -53,7 +77,7 @@ class Common(BaseModel):
     budget_tokens: int | None = None
     min_coverage: float | None = None
     eviction_seed: int | None = None
-    pin: list[tuple[int, int]] | None = None
+    pin: list[list[int]] | None = None
     session_id: str | None = None
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -86,7 +110,7 @@ class ChatBody(Common):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, le=MAX_ALTERNATIVES)
     #: Roles whose messages are never evicted.
     pin_roles: list[str] | None = None
 
@@ -99,15 +123,22 @@ class ChatBody(Common):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives per token to report, None for no log probabilities."""
+        """How many alternatives per token to report, None for no log probabilities.
+
+        UsageError for alternatives without them.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UsageError(
+                f"top_logprobs {self.top_logprobs} needs logprobs; set that to true, too"
+            )
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(Common):
     """A request to /v1/completions."""
 
-    prompt: str | list[int]
-    logprobs: int | None = None
+    prompt: Annotated[str | list[int], _one_of("one text or one list of token ids")]
+    logprobs: int | None = Field(None, le=MAX_ALTERNATIVES)
     echo: bool | None = False
 
 
