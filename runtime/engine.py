@@ -20,7 +20,6 @@ from kvsift.runtime.conversation_file import load_conversation, save_conversatio
 from kvsift.runtime.conversations import Conversations
 from kvsift.runtime.decode import decode
 from kvsift.runtime.held import take_rows
-from kvsift.runtime.params import check_integer
 from kvsift.runtime.prefill import Prefill
 from kvsift.runtime.prefixes import Prefixes
 from kvsift.runtime.prompts import encode, load_tokenizer
@@ -31,16 +30,19 @@ from kvsift.runtime.sequence import Sequence as RunningSequence
 from kvsift.runtime.sessions import Session
 from kvsift.runtime.sessions.choice import open_session
 from kvsift.runtime.shares import share_out
-from kvsift.runtime.sizes import row_tokens, scratch_tokens, slot_tokens, slots_in, token_bytes
+from kvsift.runtime.sizes import (
+    check_threads,
+    planned_slots,
+    row_tokens,
+    scratch_tokens,
+    slot_tokens,
+    token_bytes,
+)
 from kvsift.runtime.slots import Slot, new_slot
 
 __all__ = ["Engine", "Request", "Update"]
 
 Logits = NDArray[np.float32]
-#: More than any machine has; ONNX Runtime starts all that it is told to.
-MAX_THREADS = 1024
-#: More than is of use; every one takes memory.
-MAX_SLOTS = 1024
 
 
 class Engine:
@@ -66,20 +68,14 @@ class Engine:
         if verify:
             verify_hashes(self.directory, self.manifest)
         limits, policy, model = self.manifest.limits, self.manifest.policy, self.manifest.model
-        self.max_batch = limits.max_batch if max_batch is None else max_batch
-        check_integer("max_batch", self.max_batch, 1, "it is the sequences at a time", MAX_SLOTS)
+        check_threads(threads)
+        self.max_batch = planned_slots(self.manifest, max_batch, kv_memory)
         #: Whether memory is bounded: no cache may grow beyond what was planned.
         self.bounded = kv_memory is not None
         #: Most tokens of each layer's rows [L] where layers or heads differ and memory is bounded.
         self.row_limits: list[int] | None = None
-        if kv_memory is not None:
-            check_integer("kv_memory", kv_memory, 1, "it is the bytes of slots and scratch")
-            fixed = self.manifest.tensorrt is not None or max_batch is not None
-            most = self.max_batch if fixed else MAX_SLOTS
-            self.max_batch = slots_in(self.manifest, kv_memory, most)
-            self.row_limits = None if policy.shared_lens else row_tokens(self.manifest)
-        if threads is not None:
-            check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
+        if self.bounded and not policy.shared_lens:
+            self.row_limits = row_tokens(self.manifest)
         self.tokenizer = load_tokenizer(self.directory)
         capacity = slot_tokens(self.manifest)
         self.budgets = BudgetRule(

@@ -11,10 +11,14 @@ from kvsift.builder.package import PLAN, WEIGHTS, DType, Limits, Manifest, Polic
 from kvsift.builder.states import STATES
 from kvsift.runtime.budgets import largest_budget, slot_capacity, units_of
 from kvsift.runtime.layer_budgets import layer_budgets
+from kvsift.runtime.params import check_integer
 
 #: Bytes of a number of keys, values and the query window, by the manifest's `dtype`.
 FLOAT_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-
+#: More than any machine has; ONNX Runtime starts all that it is told to.
+MAX_THREADS = 1024
+#: More than is of use; every one takes memory.
+MAX_SLOTS = 1024
 #: Bytes of a number of the states.
 STATE_BYTES = 4
 
@@ -125,6 +129,27 @@ def sizes(manifest: Manifest) -> Sizes:
         slot=cache_bytes(manifest, row_tokens(manifest)),
         dense=cache_bytes(manifest, row_tokens(manifest, dense=True)),
     )
+
+
+def planned_slots(manifest: Manifest, max_batch: int | None, kv_memory: int | None) -> int:
+    """Return how many sequences an engine runs at a time that is loaded with these options.
+
+    `kv_memory` in bytes; None is the default of `Engine`. UsageError for what no engine takes,
+    CapacityError if there is no room for one sequence.
+    """
+    slots = manifest.limits.max_batch if max_batch is None else max_batch
+    check_integer("max_batch", slots, 1, "it is the sequences at a time", MAX_SLOTS)
+    if kv_memory is not None:
+        check_integer("kv_memory", kv_memory, 1, "it is the bytes of slots and scratch")
+        fixed = manifest.tensorrt is not None or max_batch is not None
+        slots = slots_in(manifest, kv_memory, slots if fixed else MAX_SLOTS)
+    return slots
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise UsageError for a count of threads that no engine takes; None is the default."""
+    if threads is not None:
+        check_integer("threads", threads, 1, "leave it out for all cores", MAX_THREADS)
 
 
 def slots_in(manifest: Manifest, memory: int, most: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def test_the_command_writes_a_whole_repository(package: Path, tmp_path: Path) ->
     readme = (model / "README.md").read_text()
     assert "kvsift tritonserver models\n" in readme
     assert "/v2/models/kvsift/generate" in readme
-    assert "$" not in readme.replace('"$PWD/', "")
+    assert "$" not in readme.replace('"$PWD"/', "")
 
 
 def test_copies_names_and_models_beside(package: Path, tmp_path: Path) -> None:
@@ -69,6 +71,10 @@ def test_copies_names_and_models_beside(package: Path, tmp_path: Path) -> None:
         (["--name", "a/b"], "model name 'a/b' is not valid"),
         (["--max-batch", 0], "max_batch must be >= 1, got 0"),
         (["--max-queue", -1], "max_queue must be >= 0, got -1"),
+        # With these the server would find that the model cannot be loaded.
+        (["--max-batch", 1025], "max_batch must be in [1, 1024], got 1025"),
+        (["--threads", 1025], "threads must be in [1, 1024], got 1025"),
+        (["--kv-memory", "1K"], "kv_memory is 1024 bytes, but one sequence needs"),
     ],
 )
 def test_wrong_options(package: Path, tmp_path: Path, options: list[Any], words: str) -> None:
@@ -82,6 +88,33 @@ def test_what_is_no_engine_or_no_model_is_left_alone(package: Path, tmp_path: Pa
     (tmp_path / "kvsift" / "notes").write_text("mine")
     is_error(kvsift("triton", package, "-o", tmp_path, "--force"), 2, "no Triton model")
     assert files(tmp_path) == {"kvsift/notes"}
+
+
+def test_an_engine_of_links_and_a_repository_of_an_odd_name(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "linked").mkdir()
+    for name in files(package):
+        (tmp_path / "linked" / name).symlink_to(
+            os.path.relpath(package / name, tmp_path / "linked")
+        )
+    (tmp_path / "my models").mkdir()
+    monkeypatch.chdir(tmp_path / "my models")
+    assert kvsift("triton", "../linked", "-o", ".").exit_code == 0
+    engine = Path("kvsift", "1", "engine")
+    assert all((engine / name).samefile(package / name) for name in files(package))
+    assert not any((engine / name).is_symlink() for name in files(package))
+    readme = Path("kvsift", "README.md").read_text()
+    assert "kvsift tritonserver 'my models'\n" in readme
+    assert """-v "$PWD"/'my models':/models:ro""" in readme
+
+
+@pytest.mark.parametrize("inside", [".", "models"])
+def test_a_repository_inside_its_engine(package: Path, tmp_path: Path, inside: str) -> None:
+    shutil.copytree(package, tmp_path / "engine")
+    output = tmp_path / "engine" / inside
+    is_error(kvsift("triton", tmp_path / "engine", "-o", output), 2, "is part of the engine")
+    assert files(tmp_path / "engine") == files(package)
 
 
 def test_a_failure_leaves_the_repository_as_it_was(
@@ -199,6 +232,18 @@ def test_without_the_server_its_fix_is_named(
     with pytest.raises(UsageError, match="no Triton Inference Server"):
         TritonServer(tmp_path)
     is_error(kvsift("tritonserver", tmp_path / "none"), 2, "no model repository")
+
+
+def test_numpy_that_the_server_cannot_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would answer with wrong numbers, and nobody would know."""
+    server = tmp_path / "tritonserver" / "bin" / "tritonserver"
+    server.parent.mkdir(parents=True)
+    server.touch()
+    spec = ModuleSpec("pytriton", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    monkeypatch.setattr(np, "__version__", "2.1.0")
+    with pytest.raises(UsageError, match=r"corrupts tensors of numpy 2\.1\.0; pip install"):
+        bundled()
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "triton.md").read_text(encoding="utf-8")

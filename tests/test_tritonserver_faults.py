@@ -141,8 +141,11 @@ def command(repository: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     eventually(server.ready)
     assert regions(process.pid)
     yield process, Client(server)
-    process.kill()
-    process.wait()
+    process.terminate()  # it takes its server along
+    try:
+        process.wait(PATIENCE)
+    finally:
+        process.kill()
     assert regions(process.pid) == set()
 
 
@@ -163,10 +166,14 @@ def test_the_command_ends_when_a_model_dies(
     assert re.match(died, errors.splitlines()[-1])
 
 
-def test_the_command_ends_with_ctrl_c(command: tuple[subprocess.Popen[str], Client]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "hangup"])
+def test_the_command_ends_with_its_terminal(
+    command: tuple[subprocess.Popen[str], Client], number: signal.Signals
+) -> None:
     process, client = command
     assert client.generate(text_input="x", max_tokens=2)["num_output_tokens"] == 2
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # may not interrupt the end
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
 

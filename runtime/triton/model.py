@@ -77,7 +77,7 @@ class TritonPythonModel:
             except Exception as error:
                 if not isinstance(error, NoPromptError):
                     self.metrics.refused()
-                _send(sender, error=error)
+                _refuse(sender, error)
                 continue
             asyncio.run_coroutine_threadsafe(self._answer(sender, asked, ticket), self.loop)
 
@@ -94,25 +94,24 @@ class TritonPythonModel:
     async def _answer(self, sender: Any, asked: Asked, ticket: Ticket) -> None:
         """Send the responses of one request; the last one always goes out."""
         self.open[sender] = ticket
-        outputs: dict[str, Any] | None = None
-        failure: Exception | None = None
         try:
             async for update in ticket:
-                if update.result is not None:
-                    self.metrics.finished(update.result)
+                if update.result is None:
+                    if asked.stream and update.text:
+                        _send(sender, tensors(piece(update.text), self.batched), final=False)
+                    continue
+                if update.result.finish_reason == "cancelled":
+                    _refuse(sender, CancelledError("the request was cancelled"))
+                else:
                     outputs = last(asked, update.text, update.result)
-                elif asked.stream and update.text:
-                    _send(sender, tensors(piece(update.text), self.batched), final=False)
+                    _send(sender, tensors(outputs, self.batched))
+                self.metrics.finished(update.result)
         except Exception as error:  # one request's failure is not the others'
             self.metrics.failed()
-            failure = error
             ticket.cancel()
+            _refuse(sender, error)
         finally:
             del self.open[sender]
-        if outputs is None or outputs["finish_reason"] == "cancelled":
-            _send(sender, error=failure or CancelledError("the request was cancelled"))
-        else:
-            _send(sender, tensors(outputs, self.batched))
 
     async def _watch(self) -> None:
         """Cancel the requests whose clients have gone."""
@@ -144,17 +143,22 @@ def _inputs(request: Any) -> dict[str, Any]:
 
 def _send(
     sender: Any,
-    outputs: dict[str, Any] | None = None,
-    error: Exception | None = None,
+    outputs: dict[str, Any],
     final: bool = True,
 ) -> None:
-    """Send one response, outputs or an error."""
-    if error is None:
-        made = [pb.Tensor(name, array) for name, array in (outputs or {}).items()]
-        response = pb.InferenceResponse(output_tensors=made)
-    else:
-        response = pb.InferenceResponse(error=pb.TritonError(_message(error), _code(error)))
-    sender.send(response, flags=_FINAL if final else 0)
+    """Send one response."""
+    made = [pb.Tensor(name, array) for name, array in outputs.items()]
+    sender.send(pb.InferenceResponse(output_tensors=made), flags=_FINAL if final else 0)
+
+
+def _refuse(sender: Any, error: Exception) -> None:
+    """Send an error as the last response; where that has no room, that there are no more."""
+    made = pb.TritonError(_message(error), _code(error))
+    try:
+        sender.send(pb.InferenceResponse(error=made), flags=_FINAL)
+    except Exception:
+        pb.Logger.log_error(traceback.format_exc())
+        sender.send(flags=_FINAL)
 
 
 def _code(error: Exception) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from importlib import resources
@@ -12,6 +13,8 @@ from string import Template
 
 from kvsift.builder.errors import UsageError
 from kvsift.builder.package import load_manifest
+from kvsift.runtime.sessions.profiles import check_slots
+from kvsift.runtime.sizes import check_threads, planned_slots
 from kvsift.runtime.triton.config import ENGINE_FOLDER, Settings, config_text
 
 MODEL_FILE = '''"""Triton's python backend loads this file; the work is done in kvsift."""
@@ -37,12 +40,19 @@ def write_repository(
 
     The engine's files are hard links where the file system can make them, so that the repository
     can be mounted in a container alone; `copy` makes copies. `batched` as in `config_text`. Other
-    models of the repository stay. UsageError if the name is not valid or taken (unless `force`),
+    models of the repository stay. UsageError if the name is not valid or taken (unless `force`), if
+    the repository would lie inside the engine, or if the engine cannot be loaded with `settings`;
     PackageError if `engine` is no engine. A failure leaves the repository as it was.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"model name {name!r} is not valid; use letters, digits, '_', '-' and '.'")
-    manifest = load_manifest(engine)
+    manifest, settings = load_manifest(engine), settings or Settings()
+    check_threads(settings.threads)
+    slots = planned_slots(manifest, settings.max_batch, settings.kv_memory)
+    if manifest.tensorrt is not None:
+        check_slots(manifest, slots)
+    if output.resolve().is_relative_to(engine.resolve()):
+        raise UsageError(f"{output} is part of the engine {engine}; choose another -o")
     target = output / name
     if target.exists() and not force:
         raise UsageError(f"{target} exists; choose another --name or -o, or pass --force")
@@ -57,10 +67,11 @@ def write_repository(
             engine, version / ENGINE_FOLDER, copy_function=shutil.copy2 if copy else _link
         )
         (version / "model.py").write_text(MODEL_FILE, encoding="utf-8")
-        text = config_text(name, settings or Settings(), batched)
+        text = config_text(name, settings, batched)
         (model / "config.pbtxt").write_text(text, encoding="utf-8")
         readme = Template(resources.files(__package__).joinpath("README.md.in").read_text("utf-8"))
-        values = {"name": name, "repository": output.name, "policy": manifest.policy.name}
+        folder_name = shlex.quote(output.resolve().name)
+        values = {"name": name, "repository": folder_name, "policy": manifest.policy.name}
         (model / "README.md").write_text(readme.substitute(values), encoding="utf-8")
         if target.exists():
             target.rename(Path(folder, "old"))
@@ -69,8 +80,11 @@ def write_repository(
 
 
 def _link(source: str, target: str) -> None:
-    """Make a hard link, or a copy where the file system has none."""
+    """Make a hard link, or a copy where the file system has none.
+
+    Never one to a symbolic link, which would lead nowhere from its new place.
+    """
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copy2(source, target)

@@ -31,6 +31,8 @@ _SAMPLING = {"stop_words": "stop"}
 _FLAGS = ("stream", "return_log_probs", "exclude_input_in_output", "return_eviction_stats")
 #: Parameters that Triton itself adds begin so.
 _OWN_PREFIX = "triton_"
+#: The generate endpoint's name of a request, which the server 2.51 hands on as a parameter.
+_REQUEST_ID = "id"
 
 
 class NoPromptError(UsageError):
@@ -56,7 +58,7 @@ def parse(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Asked
     clients do. An input wins over the parameter of its name.
     """
     values = {name: _from_parameter(name, value) for name, value in parameters.items()
-              if not name.startswith(_OWN_PREFIX)}  # fmt: skip
+              if not name.startswith(_OWN_PREFIX) and name != _REQUEST_ID}  # fmt: skip
     values.update({name: _from_tensor(_INPUTS[name], data) for name, data in tensors.items()})
     flags = {name: bool(values.pop(name, False)) for name in _FLAGS}
     text, ids = values.pop("text_input", None), values.pop("input_ids", None)

@@ -12,6 +12,8 @@ from kvsift.builder.errors import EngineError, UsageError
 from kvsift.runtime import console
 from kvsift.runtime.triton.server import TritonServer
 
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -43,8 +45,10 @@ def tritonserver(
         metrics_port=metrics_port,
         options=context.args,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+    # The server is in a session of its own, and would outlive a terminal that closes.
+    for number in _ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, _leave)
     try:
         server.launch()
         code = server.wait()
@@ -57,8 +61,9 @@ def tritonserver(
 
 
 def _leave(number: int, frame: object) -> None:
-    """Leave `wait` once: `stop` may take its time."""
-    signal.signal(number, signal.SIG_IGN)
+    """Leave `wait` once: no signal of any kind may interrupt `stop`, which may take its time."""
+    for each in _ENDS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from kvsift.builder.errors import EngineError, UsageError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,6 +60,11 @@ def bundled() -> Path:
         raise UsageError(
             "no Triton Inference Server here; pip install 'kvsift[triton]' on Linux x86-64, "
             "or use NVIDIA's container"
+        )
+    if not np.__version__.startswith("1."):
+        raise UsageError(
+            f"the bundled server's python backend corrupts tensors of numpy {np.__version__}; "
+            "pip install 'numpy<2'"
         )
     if not (folder / stub).is_dir():
         raise UsageError(
