@@ -2,7 +2,7 @@
 
 Usage: python scripts/update_benchmarks.py RESULTS_DIR ... Each result that is found in one of the
 directories replaces what stands between `<!-- NAME -->` and `<!-- end NAME -->`; plots go to
-docs/figures. What is not found stays as it is.
+docs/figures. What is not found stays as it is; results of another model are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from kvsift.runtime.evaluation import agreement, report, ruler_run, sessions, su
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
+#: Weights of the default model, as the results of `kvsift eval` name them.
+WEIGHTS = "0e8b177ff2f1b74a"
 Found = dict[str, Any]
 
 
@@ -37,10 +39,12 @@ def fidelity(found: Found) -> str:
             report.overview(columns),
             "Paired differences to `nexus`; below zero is nearer to the full cache:",
             report.differences(columns, "nexus"),
+            "<details><summary>Top-1 agreement and perplexity</summary>",
             "Share of positions at which the likeliest token is that of the full cache:",
             report.overview(agreed),
             "Mean negative log probability of the text (perplexity is its exponential):",
             report.overview(_columns(found, "nll")),
+            "</details>",
         )
     )
 
@@ -98,7 +102,7 @@ def ruler(found: Found) -> str:
     whole = [report.Column(f"density {d:g}", cells, ruler_run.ALL, d) for d in densities]
     head = (
         f"Accuracy over {len(samples)} samples ({', '.join(tasks)}; {len(samples) // len(tasks)} "
-        "each), standard errors over samples: 0 where all samples agree."
+        f"each), standard errors over samples: 0 where all samples agree. {_kept(found)}"
     )
     each = []
     for d in densities:
@@ -159,7 +163,9 @@ PARTS: dict[str, Callable[[Found], str]] = {
 }
 
 
-#: Heading of each part, and the command that made it, less `--out results`.
+#: What `--variant` chooses from where it is given.
+SUITE = {"stream": suites.STREAM, "ablate": suites.ABLATION, "seeds": suites.SAMPLED}
+#: Heading of each part, and the command that made it, less `--out results` and what it varies.
 HEADS: dict[str, tuple[str, str]] = {
     "fidelity": ("### Every policy", "eval fidelity --samples {n} --follow {follow}"),
     "stream": (
@@ -185,20 +191,23 @@ HEADS: dict[str, tuple[str, str]] = {
         "",
         "eval agreement --samples {n} --task niah_single_2 --max-new 10",
     ),
-    "bench": ("### Whole requests over density", "bench run"),
-    "bench-peers": ("### Whole requests beside peers", "bench run"),
+    "bench": ("### Whole requests over density", "bench run --rounds {rounds}"),
+    "bench-peers": ("### Whole requests beside peers", "bench run --rounds {rounds}"),
     "paper": ("### The Nexus paper's two tables, on this model", "bench paper"),
 }
 
 
 def main() -> int:
     page, done = PAGE.read_text(encoding="utf-8"), []
+    for folder in map(Path, sys.argv[1:]):
+        if not folder.is_dir():
+            sys.exit(f"error: there is no directory {folder}; give one that --out has named")
     for name, make in PARTS.items():
         for folder in map(Path, sys.argv[1:]):
             file, start, end = folder / f"{name}.json", f"<!-- {name} -->", f"<!-- end {name} -->"
             if not file.is_file() or start not in page:
                 continue
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = _read(file)
             text = f"{_head(name, found)}{make(found).strip()}{_figures(folder, name)}"
             before, after = page.split(start)[0], page.split(end)[1]
             page = f"{before}{start}\n\n{text}\n\n{end}{after}"
@@ -206,6 +215,17 @@ def main() -> int:
     PAGE.write_text(page, encoding="utf-8")
     print(f"updated: {', '.join(done) or 'nothing'}")
     return 0
+
+
+def _read(file: Path) -> Found:
+    try:
+        found: Found = json.loads(file.read_text(encoding="utf-8"))
+        weights = found.get("settings", {}).get("weights", WEIGHTS)
+    except (ValueError, AttributeError) as error:
+        sys.exit(f"error: {file} is no result ({error}); run its command again")
+    if weights != WEIGHTS:
+        sys.exit(f"error: {file} is of another model (weights {weights}); the page has {WEIGHTS}")
+    return found
 
 
 def _head(name: str, found: Found) -> str:
@@ -216,8 +236,20 @@ def _head(name: str, found: Found) -> str:
         "n": max(map(kinds.count, kinds), default=0),
         "tasks": " ".join(f"--task {task}" for task in _tasks(found)),
     }
-    said = f"`kvsift {command.format(**settings)}`, {found['date'][:10]}."
+    words = [command.format(**settings), *_varied(name, settings, found.get("rows", []))]
+    said = f"`kvsift {' '.join(words)}`, {found['date'][:10]}."
     return f"{heading}\n\n{said}\n\n" if heading else f"{said}\n\n"
+
+
+def _varied(name: str, settings: Found, rows: list[Found]) -> list[str]:
+    """Return the options that name contexts, densities and variants."""
+    words = [f"--context {n}" for n in settings.get("contexts", [])]
+    shares = settings.get("densities") or sorted({r["density"] for r in rows} - {1}, reverse=True)
+    words += [f"--density {d:g}" for d in shares]
+    variants = settings.get("variants", [])
+    if set(variants) != {spec.name for spec in SUITE.get(name, [])} and name in SUITE:
+        words += [f"--variant '{variant}'" for variant in variants]
+    return words
 
 
 def _figures(folder: Path, name: str) -> str:
@@ -238,6 +270,20 @@ def _columns(found: Found, metric: str) -> list[report.Column]:
         for kind in kinds
         for d in found["settings"]["densities"]
     ]
+
+
+def _kept(found: Found) -> str:
+    """Return which share of a prompt's tokens a density keeps, the mean over samples and variants.
+
+    Prompts are no multiple of a block, and a few blocks are always kept.
+    """
+    shares: dict[float, list[float]] = {}
+    for sample in found["samples"]:
+        for one in sample["runs"]:
+            if one["density"] < 1:
+                shares.setdefault(one["density"], []).append(one["kept"] / sample["tokens"])
+    said = [f"{100 * sum(of) / len(of):.1f} % at density {d:g}" for d, of in shares.items()]
+    return f"Kept of the prompt's tokens: {', '.join(said)}."
 
 
 def _tasks(found: Found) -> list[str]:

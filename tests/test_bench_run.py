@@ -20,6 +20,7 @@ from kvsift.runtime.bench.__main__ import app
 from kvsift.runtime.bench.contestants import Ours
 from kvsift.runtime.bench.openvino_peer import OpenVino
 from kvsift.runtime.bench.openvino_worker import BLOCK
+from kvsift.runtime.bench.peak import peak_bytes
 from kvsift.runtime.engine import Engine
 from kvsift.runtime.params import EvictionParams, SamplingParams
 from kvsift.runtime.request import Request
@@ -79,6 +80,13 @@ def test_rows_hold_speed_memory_and_floor(record: tuple[dict[str, Any], str]) ->
         assert row["kv_bytes_used"] <= row["kv_bytes_allocated"]
         assert row["sequences_that_fit"] > 100
         assert row["peak_rss_bytes"] > 50 << 20
+
+
+def test_the_peak_is_that_of_the_process_alone(out: Path, record: Any) -> None:
+    """Not of the one that starts it, whose memory counts in ru_maxrss after fork and exec."""
+    mine = np.ones(768 << 20, np.uint8)
+    peak = peak_bytes(out / "engines" / "full-none", 100, 2, 1, 1.0, 1)
+    assert 50 << 20 < peak < mine.nbytes
 
 
 def test_less_density_reads_and_holds_less(record: tuple[dict[str, Any], str]) -> None:

@@ -139,7 +139,7 @@ def run_command(
     heading = (
         f"{last[0]} tokens of context, {last[1]} generated, batch {last[2]}, {threads} threads"
     )
-    sweep_report.plot_density(chosen, out / f"{name}.png", heading)
+    sweep_report.plot(chosen, out / f"{name}.png", heading)
 
 
 def paper_command(

@@ -98,8 +98,34 @@ def paper(found: Row) -> str:
     )
 
 
-def plot_density(rows: list[Row], path: Path, title: str) -> None:
-    """Plot tokens/s and KV memory over density; rows of one context, output and batch."""
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Plot rows of one context, output and batch: over density, or as bars where there is one."""
+    shares = {r["density"] for r in rows if r["density"] < 1}
+    (_plot_density if len(shares) > 1 else _plot_bars)(rows, path, title)
+
+
+def _plot_bars(rows: list[Row], path: Path, title: str) -> None:
+    """Plot tokens/s and the time to the first token, a bar per engine, the fastest on top."""
+    rows = sorted(rows, key=lambda r: float(r["tokens_s"]))
+    labels = [f"{r['engine']}, {r['weights']}, density {r['density']:g}" for r in rows]
+    title = f"{title} (blue: kvsift, orange: others)"
+    figure, axes = plotting.panels(2, 10, 1.6 + 0.28 * len(rows), title)
+    wanted = (
+        ("tokens_s", 1.0, "tokens/s (decode, mean)"),
+        ("ttft_ms", 1e-3, "time to the first token (s)"),
+    )
+    for axis, (name, scale, label) in zip(axes, wanted, strict=True):
+        values = [scale * r[name] for r in rows]
+        colours = [plotting.COLOURS["kv_bytes_used" not in r] for r in rows]
+        axis.bar_label(axis.barh(labels, values, color=colours), fmt="%.1f", padding=3, fontsize=8)
+        axis.set_xlabel(label)
+        axis.margins(x=0.12)
+    axes[1].set_yticks(range(len(rows)), [""] * len(rows))
+    plotting.save(figure, path)
+
+
+def _plot_density(rows: list[Row], path: Path, title: str) -> None:
+    """Plot tokens/s and KV memory over density."""
     figure, axes = plotting.panels(2, 10, 4.2, title)
     names = list(dict.fromkeys((r["engine"], r["weights"]) for r in rows))
     for number, (engine, weights) in enumerate(names):
