@@ -42,7 +42,7 @@ LIMITS: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"family": "llama", "max_position_embeddings": 1024},
     "long": {"family": "llama", "max_position_embeddings": 8192},
-    "deep": {"family": "llama", "max_position_embeddings": 65536, "num_hidden_layers": 12},
+    "deep": {"family": "llama", "max_position_embeddings": 1 << 20, "num_hidden_layers": 12},
     "131072": {"family": "llama", "max_position_embeddings": 131072},
     **{name: {"family": name} for name in tiny.FAMILIES},
     "tied": {"family": "llama", "tied": True},

@@ -26,7 +26,7 @@ from kvsift.runtime.results import GenerationResult
 
 PACKAGE: dict[str, Any] = {
     "model": "deep",
-    "limits": {"max_output": 60_000, "max_batch": 2},
+    "limits": {"max_output": 1_000_000, "max_batch": 2},
     "options": {"block_size": 16, "min_budget_tokens": 0},
 }
 MESSAGES: Any = [
@@ -181,7 +181,7 @@ def test_an_unknown_model_is_not_found(client: OpenAI) -> None:
 
 def test_clients_that_go_free_their_slots(client: OpenAI) -> None:
     """Of two slots: without that, the answers after six endless requests would not come."""
-    endless: Any = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True, "density": 0.6}}
+    endless: Any = {"max_tokens": 1_000_000, "extra_body": {"ignore_eos": True, "density": 0.6}}
     for _ in range(3):
         stream = ask(client, 1, stream=True, **endless)
         next(stream)
@@ -194,7 +194,7 @@ def test_clients_that_go_free_their_slots(client: OpenAI) -> None:
 
 
 def test_too_many_requests(client: OpenAI) -> None:
-    endless: Any = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}, "stream": True}
+    endless: Any = {"max_tokens": 1_000_000, "extra_body": {"ignore_eos": True}, "stream": True}
     streams: list[Any] = []
 
     def one_too_many() -> None:

@@ -22,13 +22,13 @@ from kvsift.runtime.serve.server import Server
 
 PACKAGE: dict[str, Any] = {
     "model": "deep",
-    "limits": {"max_output": 60_000, "max_batch": 2},
+    "limits": {"max_output": 1_000_000, "max_batch": 2},
     "options": {"block_size": 16, "min_budget_tokens": 0},
 }
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the cat on the mat"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
-ENDLESS = BODY | {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
+ENDLESS = BODY | {"max_tokens": 1_000_000, "ignore_eos": True, "stream": True}
 PATIENCE = 180.0
 
 

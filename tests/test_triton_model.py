@@ -19,7 +19,7 @@ from kvsift.runtime.triton.config import Settings, config_text
 
 PACKAGE: dict[str, Any] = {
     "model": "deep",
-    "limits": {"max_output": 60_000, "max_batch": 1},
+    "limits": {"max_output": 1_000_000, "max_batch": 1},
     "options": {"block_size": 16, "min_budget_tokens": 0},
 }
 PATIENCE = 180.0

@@ -25,7 +25,7 @@ from kvsift.runtime.triton.server import TritonServer
 
 pytestmark = pytest.mark.triton
 TEXT = "the cat sat on the mat and looked at the other cat " * 3
-LONG = {"text_input": TEXT, "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+LONG = {"text_input": TEXT, "max_tokens": 1_000_000, "ignore_eos": True, "stream": True}
 EXCLUDE = {"exclude_input_in_output": True}
 
 

@@ -37,7 +37,7 @@ from kvsift.runtime.triton.server import TritonServer, free_ports
 
 pytestmark = pytest.mark.triton
 ASKED = {"text_input": "tell me more and more", "ignore_eos": True, "seed": 1, "stream": True}
-LONG = ASKED | {"max_tokens": 60_000}
+LONG = ASKED | {"max_tokens": 1_000_000}
 ABORT = -signal.SIGABRT
 
 

@@ -35,10 +35,10 @@ NUMPY = {
     "STRING": (np.object_, "BYTES"),
     "UINT64": (np.uint64, "UINT64"),
 }
-#: An engine whose answers can be so long (a minute) that a test surely interrupts them.
+#: An engine whose answers can be so long (ten minutes) that a test surely interrupts them.
 PACKAGE: dict[str, Any] = {
     "model": "deep",
-    "limits": {"max_output": 60_000},
+    "limits": {"max_output": 1_000_000},
     "options": {"block_size": 16, "min_budget_tokens": 0},
 }
 
