@@ -230,5 +230,6 @@ def test_without_its_packages_the_fix_is_named(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "kvsift.runtime.serve.server", raising=False)
     done = kvsift("serve", engines.package("nexus", **PACKAGE))
     is_error(done, 2, "pip install 'kvsift[serve]'")
