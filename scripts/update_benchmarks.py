@@ -255,7 +255,7 @@ def _varied(name: str, settings: Found, rows: list[Found]) -> list[str]:
 def _figures(folder: Path, name: str) -> str:
     """Copy the plots of a result and return the links to them."""
     links = []
-    for plot in sorted(folder.glob(f"{name}*.png")):
+    for plot in sorted([*folder.glob(f"{name}.png"), *folder.glob(f"{name}-[0-9]*.png")]):
         FIGURES.mkdir(exist_ok=True)
         shutil.copy(plot, FIGURES / plot.name)
         links.append(f"\n\n![{plot.stem}](figures/{plot.name})")
