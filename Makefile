@@ -130,7 +130,7 @@ dev: .venv/.dev
 # requirements may otherwise choose another build of it.
 .venv-parity/.installed: .venv-parity/.created $(INSTALL_INPUTS)
 	$(PARITY_PY) $(PIP_INSTALL) torch==2.13.0
-	$(PARITY_PY) $(PIP_INSTALL) $(EDITABLE) '.[test,parity,plot]'
+	$(PARITY_PY) $(PIP_INSTALL) $(EDITABLE) '.[serve,test,parity,plot]'
 	$(PARITY_PY) $(PIP_INSTALL) $(DEFAULT_MODEL)
 	$(PARITY_PY) $(PIP_INSTALL) $(RULER)
 	$(PARITY_PY) $(PIP_INSTALL) nltk wonderwords
