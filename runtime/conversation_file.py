@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvsift.runtime.conversations import Conversation
 from kvsift.runtime.devices.tensors import numpy_type
 from kvsift.runtime.held import HeldRows
 from kvsift.runtime.params import INT32_MAX, EvictionParams, check_integer
-from kvsift.runtime.paths import user_path
+from kvsift.runtime.paths import replacing, user_path
 from kvsift.runtime.seeds import Seeds, check_seed
 
 #: Raised whenever an older reader could misread a file.
@@ -58,19 +57,12 @@ def save_conversation(path: str | Path, conversation: Conversation, manifest: Ma
         "turns": conversation.turns,
     }
     head["crc32"] = checksum(head, tensors)
-    temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        save_file(tensors, temporary, {_HEAD: json.dumps(head)})
-        temporary.replace(path)
+        with replacing(path) as made:
+            save_file(tensors, made, {_HEAD: json.dumps(head)})
     except (OSError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"cannot write the session {path}: {why}; choose another file") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def checksum(head: Mapping[str, Any], tensors: Mapping[str, Array]) -> int:

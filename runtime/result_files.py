@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvsift.builder.errors import UsageError
+from kvsift.runtime.paths import replacing
 
 
 def file_option(path: Path | None) -> Path | None:
@@ -42,15 +42,9 @@ def folder_option(path: Path) -> Path:
 
 def write(path: Path, text: str) -> None:
     """Write a text file; on any failure what was there stays."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as made:
+        made.write_text(text, encoding="utf-8")
+        made.chmod(0o644)
 
 
 def _check_writable(folder: Path) -> None:

@@ -191,9 +191,16 @@ HEADS: dict[str, tuple[str, str]] = {
         "",
         "eval agreement --samples {n} --task niah_single_2 --max-new 10",
     ),
-    "bench": ("### Whole requests over density", "bench run --rounds {rounds}"),
-    "bench-peers": ("### Whole requests beside peers", "bench run --rounds {rounds}"),
-    "paper": ("### The Nexus paper's two tables, on this model", "bench paper"),
+    "bench": ("### Whole requests over density", "bench run --rounds {rounds} --peer none"),
+    "bench-peers": (
+        "### Whole requests beside peers",
+        "bench run --rounds {rounds} --peer transformers --peer kvpress --peer openvino "
+        "--openvino-python ov/bin/python --no-peak --name bench-peers",
+    ),
+    "paper": (
+        "### The Nexus paper's two tables, on this model",
+        "bench paper --rounds {rounds}",
+    ),
 }
 
 

@@ -171,6 +171,7 @@ def paper_command(
             progress.update(task, description=name, advance=1)
 
         found = paper.measure(dense, evicted, prompt, rounds, on_block)
+    found["settings"] = {"rounds": rounds}
     _write(out, "paper", found, sweep_report.paper(found), threads, load)
     if why := plotting.why_absent():
         plotting.say(why)
